@@ -1,0 +1,6 @@
+"""What crosses a process boundary: requests, responses, metadata, and the client that speaks them."""
+
+from inference.contract.client import Client
+from inference.contract.messages import ModelMetadata, ModelRequest, ModelResponse, OutputSpec
+
+__all__ = ["Client", "ModelMetadata", "ModelRequest", "ModelResponse", "OutputSpec"]

@@ -1,0 +1,64 @@
+"""The demo model: stain separation and what can be counted on its maps. It has no trained weights."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+RGB_FROM_HED = ((0.65, 0.70, 0.29), (0.07, 0.99, 0.11), (0.27, 0.57, 0.78))
+"""Optical density of pure haematoxylin, eosin and DAB in red, green and blue.
+
+Source: Ruifrok and Johnston, Anal Quant Cytol Histol 23 (2001) 291-299, as in scikit-image's `rgb_from_hed`.
+"""
+
+HEMATOXYLIN_POSITIVE_OD = 0.25
+"""Haematoxylin optical density (base 10) above which a pixel counts as nucleus."""
+
+FLOOR = 1e-6
+"""Transmission below this is not told apart; the floor that scikit-image's `rgb2hed` uses."""
+
+POOL = 4
+"""Cells per side over which maps are pooled: 4 maps x 4 x 4 cells = 64 features."""
+
+
+class DemoNet(nn.Module):
+    """uint8 RGB tiles (B, 3, H, W) -> embedding (B, 64) and prediction (B, 3), both float32.
+
+    Prediction: share of haematoxylin-positive pixels, mean haematoxylin and mean eosin optical density.
+    Embedding: over 4 x 4 cells, the mean of the haematoxylin map, the mean of the eosin map, the standard
+    deviation of the haematoxylin map and its mean absolute gradient.
+    """
+
+    hed_from_rgb: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        inverse = torch.linalg.inv(torch.tensor(RGB_FROM_HED, dtype=torch.float64))
+        self.register_buffer("hed_from_rgb", inverse.to(torch.float32))
+
+    def forward(self, image: Tensor) -> tuple[Tensor, Tensor]:
+        hematoxylin, eosin = self.separate(image)
+        positive = (hematoxylin > HEMATOXYLIN_POSITIVE_OD).to(torch.float32)
+        area, mean_h, mean_e = (m.mean(dim=(1, 2)) for m in (positive, hematoxylin, eosin))
+        gradient = F.pad((hematoxylin[:, :, 1:] - hematoxylin[:, :, :-1]).abs(), (0, 1))
+        gradient = gradient + F.pad((hematoxylin[:, 1:] - hematoxylin[:, :-1]).abs(), (0, 0, 0, 1))
+        pooled = _pool(torch.stack((hematoxylin, eosin, hematoxylin.square(), gradient), dim=1))
+        mean_map, square = pooled[:, 0], pooled[:, 2]
+        spread = (square - mean_map.square()).clamp_min(0).sqrt()
+        embedding = torch.cat((mean_map, pooled[:, 1], spread, pooled[:, 3]), dim=1)
+        return embedding, torch.stack((area, mean_h, mean_e), dim=1)
+
+    def separate(self, image: Tensor) -> tuple[Tensor, Tensor]:
+        """Haematoxylin and eosin optical density (base 10), each (B, H, W), never below 0."""
+        density = -torch.log10((image.to(torch.float32) / 255.0).clamp_min(FLOOR))
+        red, green, blue = density.unbind(dim=1)
+        m = self.hed_from_rgb
+        maps = (red * m[0, stain] + green * m[1, stain] + blue * m[2, stain] for stain in (0, 1))
+        hematoxylin, eosin = (x.clamp_min(0.0) for x in maps)
+        return hematoxylin, eosin
+
+
+def _pool(maps: Tensor) -> Tensor:
+    """Means over POOL x POOL cells: (B, M, H, W) -> (B, M, POOL * POOL)."""
+    batch, count, height, width = maps.shape
+    cells = maps.reshape(batch, count, POOL, height // POOL, POOL, width // POOL)
+    return cells.mean(dim=(3, 5)).flatten(2)

@@ -1,0 +1,81 @@
+"""From what a user calls a model to a checkpoint on disk."""
+
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from inference.errors import ConfigError, UnknownModel
+from inference.models.artifact import ArtifactManifest, load_manifest
+from inference.models.spec import load_model_spec
+
+SAGEMAKER_MODELS = Path("/opt/ml/model")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint file and its manifest."""
+
+    path: Path
+    manifest: ArtifactManifest
+
+
+def resolve_model(name_or_path: str, *, cache: Path | None = None) -> Checkpoint:
+    """Find, or export on first use, the checkpoint a user means.
+
+    Looks at, in this order: a path to a `.pt2`; `<name>.pt2` in the folders of `SLIDE_MODELS` and in
+    /opt/ml/model; registered models that export themselves (`demo`), cached in `cache`, else in
+    `SLIDE_MODEL_CACHE`, else in the user's cache folder.
+
+    Raises:
+        UnknownModel: nothing has this name.
+        ArtifactRefused: the checkpoint has no usable manifest.
+    """
+    path = Path(name_or_path)
+    if path.suffix == ".pt2" or path.is_file():
+        return Checkpoint(path, load_manifest(path))
+    for folder in _model_folders():
+        for found in (folder / f"{name_or_path}.pt2", folder / name_or_path / f"{name_or_path}.pt2"):
+            if found.is_file():
+                return Checkpoint(found, load_manifest(found))
+    if exporter := _EXPORTERS.get(name_or_path):
+        exported = exporter(cache or model_cache())
+        return Checkpoint(exported, load_manifest(exported))
+    raise UnknownModel(
+        f"no model {name_or_path!r}: give the path of a .pt2 checkpoint with its manifest, "
+        f"or one of the registered names: {', '.join(sorted(_EXPORTERS))}"
+    )
+
+
+def registered_models() -> tuple[str, ...]:
+    """Names of models that export themselves on first use."""
+    return tuple(sorted(_EXPORTERS))
+
+
+def model_cache() -> Path:
+    """Where exported checkpoints are kept: `SLIDE_MODEL_CACHE`, else the user's cache folder."""
+    if configured := os.environ.get("SLIDE_MODEL_CACHE"):
+        return Path(configured)
+    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(home) / "slide-inference" / "models"
+
+
+def _model_folders() -> list[Path]:
+    configured = [Path(p) for p in os.environ.get("SLIDE_MODELS", "").split(os.pathsep) if p]
+    for path in configured:
+        if not path.exists():
+            raise ConfigError(f"SLIDE_MODELS names {path}, which does not exist")
+    return [path for path in configured if path.is_dir()] + [SAGEMAKER_MODELS]
+
+
+def _export_demo(cache: Path) -> Path:
+    # Compiling needs torch; a checkpoint that only has to be found does not.
+    from inference.models import demo
+    from inference.models.export import export_model
+
+    source = hashlib.sha256(Path(demo.__file__).read_bytes()).hexdigest()
+    return export_model(demo.DemoNet(), load_model_spec("demo"), cache, source_sha256=source)
+
+
+_EXPORTERS: dict[str, Callable[[Path], Path]] = {"demo": _export_demo}

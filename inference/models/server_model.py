@@ -1,0 +1,242 @@
+"""The server model: stage 1 prepares one request alone, stage 2 runs a batch of prepared ones."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference.contract import ModelMetadata, ModelRequest, ModelResponse
+from inference.errors import BadRequest, ForwardError, InferenceError, ModelContractError, NonFiniteOutput
+from inference.models.artifact import ArtifactManifest, load_manifest
+from inference.models.registry import Checkpoint, resolve_model
+from inference.models.runtime import Runtime, TorchRuntime
+from inference.models.sample import MODES, Mode, PreparedSample, TileOutput
+from inference.models.spec import ModelSpec
+
+log = logging.getLogger(__name__)
+
+
+class BaseServerModel:
+    """A loaded checkpoint that answers tile requests; used as it is for any image model.
+
+    Subclasses with further inputs override `prepare_sample` and `forward_batch`. One instance is used by
+    one forward at a time; `prepare_sample` may run in any number of threads.
+
+    Args:
+        spec: what the model is; must equal the checkpoint's.
+        checkpoint: file name of the `.pt2` in `directory`.
+        device: torch device string.
+        directory: folder of exported checkpoints.
+        fixed_batch: pad every forward to exactly this many rows. At a fixed shape a row's result does
+            not depend on its neighbours or its place, so results are reproducible bit for bit.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        checkpoint: str,
+        device: str = "cpu",
+        directory: Path | str = "/opt/ml/model",
+        *,
+        fixed_batch: int | None = None,
+    ) -> None:
+        path = Path(directory) / checkpoint
+        self.manifest: ArtifactManifest = load_manifest(path)
+        if self.manifest.spec != spec:
+            raise ModelContractError(f"{checkpoint} implements another spec than {spec.model_name} {spec.version}")
+        self._spec = spec
+        self._fixed_batch = fixed_batch
+        self.runtime: Runtime = TorchRuntime(path, self.manifest, device)
+        self.rows_independent = self._warm_up()
+
+    @property
+    def model_spec(self) -> ModelSpec:
+        """The model's specification: tile size, normalisation, outputs."""
+        return self._spec
+
+    @property
+    def model_name(self) -> str:
+        """The model's identifier, e.g. `demo`."""
+        return self._spec.model_name
+
+    @property
+    def fixed_batch(self) -> int | None:
+        """Rows of every forward, or None where the batch is as long as it comes."""
+        return self._fixed_batch
+
+    # Stage 1: one request, alone.
+
+    def prepare_sample(self, request: ModelRequest) -> PreparedSample:
+        """Decode and check one request.
+
+        Raises:
+            ValueError: the image does not decode or has not the model's tile size.
+        """
+        return self.prepare_tile(np.asarray(request.image, dtype=np.uint8))
+
+    def prepare_tile(self, rgb: NDArray[np.uint8]) -> PreparedSample:
+        """Check one tile given as pixels: (H, W, 3) uint8 RGB.
+
+        Raises:
+            BadRequest: wrong shape or dtype.
+        """
+        channels, height, width = self._spec.input_shape
+        if rgb.shape != (height, width, channels) or rgb.dtype != np.uint8:
+            raise BadRequest(
+                f"{self.model_name} takes {height} x {width} x {channels} uint8 tiles, not {rgb.shape} {rgb.dtype}"
+            )
+        return PreparedSample(np.ascontiguousarray(rgb.transpose(2, 0, 1)))
+
+    def preprocess_bulk_rna(self, counts: Sequence[float]) -> Sequence[float]:
+        """Apply the spec's omics transform; without one, return the counts unchanged."""
+        return counts
+
+    # Stage 2: a batch of prepared samples.
+
+    def forward_batch(
+        self, samples: Sequence[PreparedSample], requests: Sequence[ModelRequest], mode: Mode
+    ) -> list[ModelResponse]:
+        """Run a batch and answer each request, in order.
+
+        Raises:
+            ForwardError: the forward pass failed, or a row of it is not finite.
+        """
+        answers = []
+        for request, output in zip(requests, self.forward_tiles(samples, [mode] * len(samples)), strict=True):
+            if isinstance(output, InferenceError):
+                raise output
+            answers.append(respond(request, output, mode))
+        return answers
+
+    def forward_tiles(
+        self, samples: Sequence[PreparedSample], modes: Sequence[Mode]
+    ) -> list[TileOutput | NonFiniteOutput]:
+        """Run a batch on the tensor path: one result per sample, in order; a row with NaN or infinity is an error.
+
+        Raises:
+            ForwardError: the forward pass failed as a whole.
+            ModelContractError: the graph returned other counts or shapes than its spec declares.
+        """
+        for mode in set(modes):
+            self.check_mode(mode)
+        arrays = self._run(np.stack([sample.tile for sample in samples]))
+        finite = np.logical_and.reduce([np.isfinite(a).reshape(len(samples), -1).all(axis=1) for a in arrays.values()])
+        results: list[TileOutput | NonFiniteOutput] = []
+        for row, mode in enumerate(modes):
+            if not finite[row]:
+                results.append(NonFiniteOutput("the model returned NaN or infinity for this tile"))
+                continue
+            # Copies: a kept row must not keep its whole batch alive.
+            heads = {name: a[row].copy() for name, a in arrays.items() if name in mode}
+            results.append(TileOutput(heads.get("embedding"), heads.get("prediction")))
+        return results
+
+    def forward(self, requests: Sequence[ModelRequest]) -> NDArray[np.float32]:
+        """Run requests without the two stages (legacy): (N, D), the prediction if there is one."""
+        samples = [self.prepare_sample(request) for request in requests]
+        arrays = self._run(np.stack([sample.tile for sample in samples]))
+        return next(reversed(arrays.values()))
+
+    def check_mode(self, mode: str) -> Mode:
+        """Refuse a mode that does not exist or that this model has no head for.
+
+        Raises:
+            BadRequest: with the modes that would do.
+        """
+        named = {output.name for output in self._spec.outputs}
+        usable = [m for m in MODES if all(part in named for part in m.split("_with_"))]
+        if mode not in usable:
+            raise BadRequest(f"{self.model_name} has no mode {mode!r}; it offers {', '.join(usable)}")
+        return mode  # type: ignore[return-value]
+
+    def get_metadata(self) -> ModelMetadata:
+        """Name, input and output specs, and what runs them."""
+        return ModelMetadata(
+            model_name=self.model_name, version=self._spec.version, license=self._spec.license,
+            input_shape=self._spec.input_shape, input_dtype="uint8", mpp=self._spec.tile_spec.resolution,
+            outputs=self._spec.outputs, device=self.runtime.device, runtime=self.runtime.kind,
+            artifact_sha256=self.manifest.sha256, weights_sha256=self.manifest.weights_sha256,
+        )  # fmt: skip
+
+    def _run(self, batch: NDArray[np.uint8]) -> dict[str, NDArray[np.float32]]:
+        """Every output by name, padded to the fixed batch for the call and cut again."""
+        count = len(batch)
+        try:
+            outputs = self.runtime.run(self._padded(batch))
+        except InferenceError:
+            raise
+        except Exception as error:
+            raise ForwardError(f"the forward pass of {self.model_name} failed: {_first_line(error)}") from error
+        named = {}
+        for spec, array in zip(self._spec.outputs, outputs, strict=True):
+            if array.shape[1:] != spec.shape or len(array) < count:
+                raise ModelContractError(
+                    f"{self.model_name} returned {spec.name} of shape {array.shape} for {count} tiles, "
+                    f"its spec declares ({count}, {', '.join(map(str, spec.shape))})"
+                )
+            named[spec.name] = array[:count]
+        return named
+
+    def _padded(self, batch: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        size = self._fixed_batch
+        if size is None or len(batch) == size:
+            return batch
+        if len(batch) > size:
+            raise ModelContractError(f"{len(batch)} tiles in a batch, {self.model_name} was loaded for {size}")
+        padded = np.zeros((size, *batch.shape[1:]), np.uint8)
+        padded[: len(batch)] = batch
+        return padded
+
+    def _warm_up(self) -> bool:
+        """Run once before anyone waits; whether rows ignore neighbours and place, bit for bit, at the fixed shape."""
+        size = self._fixed_batch or 4
+        tiles = np.random.default_rng(0).integers(0, 256, (size, *self._spec.input_shape), dtype=np.uint8)
+        order = np.random.default_rng(1).permutation(size)
+        first, moved, alone = self._run(tiles), self._run(tiles[order]), self._run(tiles[:1])
+        same = all(np.array_equal(first[n][order], moved[n]) for n in first)
+        if self._fixed_batch:
+            same = same and all(np.array_equal(first[n][:1], alone[n]) for n in first)
+        if not same:
+            log.warning("%s: rows depend on their batch on this device; results hold to a tolerance", self.model_name)
+        return same
+
+
+def respond(request: ModelRequest, output: TileOutput, mode: Mode) -> ModelResponse:
+    """The response to one request: the head asked for, and the request's place echoed."""
+    main = output.embedding if mode == "embedding" else output.prediction
+    assert main is not None, "the mode was checked before the forward"
+    combined = mode == "prediction_with_embedding" and output.embedding is not None
+    return ModelResponse(
+        output=main.astype(float).ravel().tolist(),
+        embedding=output.embedding.astype(float).tolist() if combined and output.embedding is not None else None,
+        slide_name=request.slide_name, x=request.x, y=request.y, width=request.width, height=request.height,
+        patch_idx=request.patch_idx, tissue_ratio=request.tissue_ratio, resolution=request.resolution,
+    )  # fmt: skip
+
+
+def build_server_model(
+    model: str, checkpoint: Path | str | None = None, device: str = "cpu", *, fixed_batch: int | None = None
+) -> BaseServerModel:
+    """Load a model by registered name, or the given checkpoint of it.
+
+    Raises:
+        UnknownModel: no such model or checkpoint.
+        ArtifactRefused: the checkpoint is not what its manifest pins, or not for this machine.
+    """
+    found = resolve_model(str(checkpoint) if checkpoint is not None else model)
+    if checkpoint is not None and found.manifest.spec.model_name != model:
+        raise ModelContractError(f"{found.path.name} holds {found.manifest.spec.model_name}, not {model}")
+    return load_server_model(found, device, fixed_batch=fixed_batch)
+
+
+def load_server_model(found: Checkpoint, device: str = "cpu", *, fixed_batch: int | None = None) -> BaseServerModel:
+    """Load a resolved checkpoint."""
+    return BaseServerModel(
+        found.manifest.spec, found.path.name, device, found.path.parent, fixed_batch=fixed_batch
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"

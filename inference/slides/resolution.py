@@ -1,0 +1,140 @@
+"""Which pixels of a slide a model should see: the resolution policy, in one place.
+
+A slide's µm/px comes from the slide; a cohort file replaces it, `--mpp` only fills in where the slide has no
+valid one. From it and the model's target follows a `ReadPlan`: which stored level to read, by how much to
+reduce it exactly, and whether to resample what is left.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from inference.errors import ResolutionTooCoarse, UnknownResolution
+
+SAME = 0.02
+"""Relative difference below which a resolution is used pixel for pixel."""
+
+TOO_COARSE = 1.25
+"""Level 0 coarser than this many times the target is refused."""
+
+PLAUSIBLE = (0.05, 50.0)
+"""µm/px outside this range are not believed."""
+
+REDUCTIONS = (1, 2, 4, 8)
+
+MppSource = Literal["slide", "cohort file", "--mpp"]
+
+
+@dataclass(frozen=True)
+class SlideResolution:
+    """Level-0 µm/px, x and y, and where it came from."""
+
+    mpp: tuple[float, float]
+    source: MppSource
+
+
+@dataclass(frozen=True)
+class ReadPlan:
+    """How to get the model's pixels from a slide.
+
+    Attributes:
+        level: stored level to read.
+        downsample: level-0 pixels per pixel of that level, x and y.
+        reduction: exact area reduction applied to it: 1, 2, 4 or 8.
+        mpp: µm per pixel of the tiles, x and y, as they truly are.
+        resample: what follows the reduction: nothing, the area mean, or bilinear enlargement.
+    """
+
+    level: int
+    downsample: tuple[float, float]
+    reduction: int
+    mpp: tuple[float, float]
+    resample: Literal["none", "area", "bilinear"]
+
+
+def plausible(mpp: float | None) -> bool:
+    """Whether a µm/px value can be believed."""
+    return mpp is not None and math.isfinite(mpp) and PLAUSIBLE[0] <= mpp <= PLAUSIBLE[1]
+
+
+def resolve_mpp(
+    name: str,
+    slide_mpp: tuple[float, float] | None,
+    objective_power: float | None,
+    *,
+    cohort_mpp: float | None = None,
+    fallback_mpp: float | None = None,
+) -> SlideResolution:
+    """Decide a slide's level-0 µm/px.
+
+    Raises:
+        UnknownResolution: nothing usable, with the option that would supply it.
+    """
+    if cohort_mpp is not None:
+        if not plausible(cohort_mpp):
+            raise UnknownResolution(f"{name}: the cohort file says {cohort_mpp} µm/px, which is not plausible: mend it")
+        return SlideResolution((cohort_mpp, cohort_mpp), "cohort file")
+    if slide_mpp is not None and all(plausible(value) for value in slide_mpp):
+        return SlideResolution(slide_mpp, "slide")
+    if plausible(fallback_mpp) and fallback_mpp is not None:
+        return SlideResolution((fallback_mpp, fallback_mpp), "--mpp")
+    says = "says nothing of its resolution" if slide_mpp is None else f"claims {_pair(slide_mpp)} µm/px"
+    hint = f"; its objective of {objective_power:g}x suggests about {10 / objective_power:g}" if objective_power else ""
+    raise UnknownResolution(
+        f"{name}: the slide {says}: give its level-0 µm/px with --mpp X or in a cohort file's mpp column{hint}"
+    )
+
+
+def plan_reading(
+    name: str,
+    level_sizes: Sequence[tuple[int, int]],
+    mpp: tuple[float, float],
+    target_mpp: float,
+    *,
+    kernel: Literal["area", "bilinear"] = "area",
+    allow_upsampling: bool = False,
+) -> ReadPlan:
+    """Choose level, reduction and resampling for a target resolution.
+
+    Candidates are all stored levels and their exact 1/2, 1/4 and 1/8 reductions. One within 2 % of the target is
+    used pixel for pixel (stored levels before reductions, then the nearest, then the finer); else the coarsest that
+    is not coarser than the target is resampled; a level 0 up to 1.25 times too coarse is enlarged.
+
+    Raises:
+        ResolutionTooCoarse: level 0 is coarser still and upsampling was not allowed.
+    """
+    if max(mpp) > TOO_COARSE * target_mpp and not allow_upsampling:
+        raise ResolutionTooCoarse(
+            f"{name}: level 0 has {_pair(mpp)} µm/px, the model needs {target_mpp:g}: scan the slide at a higher "
+            "magnification, use another model, or pass --allow-upsampling"
+        )
+    candidates = list(_candidates(level_sizes, mpp))
+    same = [c for c in candidates if all(abs(m / target_mpp - 1) <= SAME for m in c.mpp)]
+    if same:
+        return min(same, key=lambda c: (c.reduction > 1, _distance(c.mpp, target_mpp), max(c.mpp)))
+    finer = [c for c in candidates if max(c.mpp) <= target_mpp]
+    target = (target_mpp, target_mpp)
+    if finer:
+        best = max(finer, key=lambda c: (max(c.mpp), -c.reduction))
+        return ReadPlan(best.level, best.downsample, best.reduction, target, kernel)
+    return ReadPlan(0, (1.0, 1.0), 1, target, "bilinear")
+
+
+def _candidates(level_sizes: Sequence[tuple[int, int]], mpp: tuple[float, float]) -> list[ReadPlan]:
+    width, height = level_sizes[0]
+    found = []
+    for level, (w, h) in enumerate(level_sizes):
+        down = (width / w, height / h)
+        for r in REDUCTIONS:
+            scaled = (mpp[0] * down[0] * r, mpp[1] * down[1] * r)
+            found.append(ReadPlan(level, down, r, scaled, "none"))
+    return found
+
+
+def _distance(mpp: tuple[float, float], target: float) -> float:
+    return max(abs(math.log(m / target)) for m in mpp)
+
+
+def _pair(mpp: tuple[float, float]) -> str:
+    return f"{mpp[0]:g}" if mpp[0] == mpp[1] else f"{mpp[0]:g} x {mpp[1]:g}"

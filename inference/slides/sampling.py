@@ -1,0 +1,62 @@
+"""Cuts the tiles of a grid from a slide, at the model's resolution."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference.slides.grid import TileGrid
+from inference.slides.pixels import composite, reduce_area, resample_area, resample_bilinear
+from inference.slides.reader import SlideReader
+from inference.slides.resolution import ReadPlan
+
+
+@dataclass(frozen=True, eq=False)
+class SampledTile:
+    """Pixels of one tile, (tile_px, tile_px, 3) uint8 RGB, and the share of it that the slide has no pixels for."""
+
+    rgb: NDArray[np.uint8]
+    missing_fraction: float
+
+
+class TileSampler:
+    """Reads single tiles through a `SlideReader`; safe to use from several threads."""
+
+    def __init__(self, reader: SlideReader, plan: ReadPlan, grid: TileGrid) -> None:
+        self._reader, self._plan, self._grid = reader, plan, grid
+        # Pixels of the reduced level per level-0 pixel, x and y.
+        self._scale = tuple(1 / (d * plan.reduction) for d in plan.downsample)
+
+    def read(self, row: int, col: int) -> SampledTile:
+        """The tile of one grid cell.
+
+        Raises:
+            TileReadError: its pixels cannot be decoded.
+        """
+        left, top = col * self._grid.step[0] * self._scale[0], row * self._grid.step[1] * self._scale[1]
+        side = self._grid.tile_px
+        if self._plan.resample == "none":
+            reduced, missing = self._read_reduced(round(left), round(top), side, side)
+            return SampledTile(reduced, missing)
+        width, height = (self._grid.footprint[axis] * self._scale[axis] for axis in (0, 1))
+        margin = 1 if self._plan.resample == "bilinear" else 0
+        x0, y0 = int(np.floor(left)) - margin, int(np.floor(top)) - margin
+        x1, y1 = int(np.ceil(left + width)) + margin, int(np.ceil(top + height)) + margin
+        source, missing = self._read_reduced(x0, y0, x1 - x0, y1 - y0)
+        resample = resample_bilinear if self._plan.resample == "bilinear" else resample_area
+        return SampledTile(resample(source, left - x0, top - y0, width, height, (side, side)), missing)
+
+    def _read_reduced(self, x: int, y: int, width: int, height: int) -> tuple[NDArray[np.uint8], float]:
+        """A rectangle of the reduced level: composited pixels, and the share that is missing."""
+        r = self._plan.reduction
+        rgba = self._reader.read_region(self._plan.level, x * r, y * r, width * r, height * r)
+        missing = float(np.mean(rgba[..., 3] == 0))
+        return reduce_area(composite(rgba, self._reader.background), r), missing
+
+
+def make_grid(
+    slide_size: tuple[int, int], mpp: tuple[float, float], plan: ReadPlan, tile_px: int, stride_px: int
+) -> TileGrid:
+    """The grid of a slide under a read plan; `mpp` is the slide's level-0 µm/px."""
+    footprint = (tile_px * plan.mpp[0] / mpp[0], tile_px * plan.mpp[1] / mpp[1])
+    return TileGrid(slide_size, tile_px, stride_px, plan.mpp, footprint)

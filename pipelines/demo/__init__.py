@@ -1,0 +1,1 @@
+"""The synthetic cohort that `make demo` runs on."""
