@@ -1,6 +1,7 @@
 """The boundary to foreign decoders: one small interface, every call checked."""
 
 import contextlib
+import logging
 import os
 import queue
 import stat
@@ -15,6 +16,8 @@ import tifffile
 from numpy.typing import NDArray
 
 from inference.errors import SourceUnavailable, TileReadError, UnreadableSlide
+
+log = logging.getLogger(__name__)
 
 MAX_REGION_PIXELS = 1 << 26
 """Largest region of one read; larger requests are a mistake of the caller."""
@@ -187,13 +190,17 @@ def _why_unreadable(path: Path, error: BaseException) -> str:
 
 def _tiff_end(path: Path) -> int | None:
     """Last byte a TIFF's own tables ask for, if the file is shorter; None if nothing is missing."""
-    size, end = path.stat().st_size, 0
+    size, end = path.stat().st_size, _first_directory(path)
+    logger = logging.getLogger("tifffile")
+    quiet, logger.disabled = logger.disabled, True  # it reports to stderr what is reported here
     try:
         with tifffile.TiffFile(path) as tiff:
             for page in tiff.pages:
                 end = max([end, *(o + n for o, n in zip(page.dataoffsets, page.databytecounts, strict=False))])
-    except Exception:  # noqa: BLE001 - a damaged TIFF raises anything; the first offset may still tell
-        end = max(end, _first_directory(path))
+    except Exception as error:  # noqa: BLE001 - a damaged TIFF raises anything; what was found so far may tell
+        log.debug("tables of %s end early: %s", path.name, error)
+    finally:
+        logger.disabled = quiet
     return end if end > size else None
 
 

@@ -24,8 +24,9 @@ class TileSampler:
 
     def __init__(self, reader: SlideReader, plan: ReadPlan, grid: TileGrid) -> None:
         self._reader, self._plan, self._grid = reader, plan, grid
-        # Pixels of the reduced level per level-0 pixel, x and y.
+        # Pixels of the reduced level per level-0 pixel, x and y, and its size.
         self._scale = tuple(1 / (d * plan.reduction) for d in plan.downsample)
+        self._size = tuple(-(-side // plan.reduction) for side in reader.level_sizes[plan.level])
 
     def read(self, row: int, col: int) -> SampledTile:
         """The tile of one grid cell.
@@ -40,8 +41,9 @@ class TileSampler:
             return SampledTile(reduced, missing)
         width, height = (self._grid.footprint[axis] * self._scale[axis] for axis in (0, 1))
         margin = 1 if self._plan.resample == "bilinear" else 0
-        x0, y0 = int(np.floor(left)) - margin, int(np.floor(top)) - margin
-        x1, y1 = int(np.ceil(left + width)) + margin, int(np.ceil(top + height)) + margin
+        # Within the level: what lies outside has no colour that could be averaged in.
+        x0, x1 = _span(left, width, margin, self._size[0])
+        y0, y1 = _span(top, height, margin, self._size[1])
         source, missing = self._read_reduced(x0, y0, x1 - x0, y1 - y0)
         resample = resample_bilinear if self._plan.resample == "bilinear" else resample_area
         return SampledTile(resample(source, left - x0, top - y0, width, height, (side, side)), missing)
@@ -52,6 +54,11 @@ class TileSampler:
         rgba = self._reader.read_region(self._plan.level, x * r, y * r, width * r, height * r)
         missing = float(np.mean(rgba[..., 3] == 0))
         return reduce_area(composite(rgba, self._reader.background), r), missing
+
+
+def _span(start: float, length: float, margin: int, size: int) -> tuple[int, int]:
+    """Whole pixels that an interval touches, with a margin, within 0..size."""
+    return max(0, int(np.floor(start)) - margin), min(size, int(np.ceil(start + length)) + margin)
 
 
 def make_grid(

@@ -7,6 +7,7 @@ per 2 x 2 of them, which is all that shows beneath nuclei, sensor noise and JPEG
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TypeAlias, TypeVar
 
 import numpy as np
@@ -101,21 +102,31 @@ class Outline:
         return rows, slice(max(0, int(low[0])), min(shape[1], max(0, int(high[0]))))
 
 
-def smooth_noise(rng: np.random.Generator, shape: tuple[int, int], period: float) -> Floats:
+class SmoothNoise:
     """Cubic B-spline noise with its knots `period` samples apart, about mean 0 and deviation 1."""
-    size = [int(n / period) + 5 for n in shape]
-    grid = rng.standard_normal(size).astype(np.float32) * np.float32(2.1)
-    for axis, n in enumerate(shape):
-        at = np.arange(n, dtype=np.float32) / np.float32(period)
+
+    def __init__(self, rng: np.random.Generator, shape: tuple[int, int], period: float) -> None:
+        size = [int(n / period) + 5 for n in shape]
+        self.shape, self.period = shape, period
+        self._knots: Floats = rng.standard_normal(size).astype(np.float32) * np.float32(2.1)
+
+    def rows(self, top: int, bottom: int) -> Floats:
+        tall = self._interpolate(self._knots, np.arange(top, bottom)).T
+        wide = self._interpolate(np.ascontiguousarray(tall), np.arange(self.shape[1]))
+        return wide.T
+
+    def whole(self) -> Floats:
+        return self.rows(0, self.shape[0])
+
+    def _interpolate(self, knots: Floats, samples: NDArray[np.int_]) -> Floats:
+        at = samples.astype(np.float32) / np.float32(self.period)
         knot = at.astype(np.int32)
-        f = at - knot
+        f = (at - knot)[:, None]
         weights = ((1 - f) ** 3 / 6, (3 * f**3 - 6 * f**2 + 4) / 6, (-3 * f**3 + 3 * f**2 + 3 * f + 1) / 6, f**3 / 6)
-        column = (-1, 1) if axis == 0 else (1, -1)
-        total = grid.take(knot, axis) * weights[0].reshape(column)
+        total = knots[knot] * weights[0]
         for k in (1, 2, 3):
-            total += grid.take(knot + k, axis) * weights[k].reshape(column)
-        grid = total
-    return grid
+            total += knots[knot + k] * weights[k]
+        return total
 
 
 def rough_outline(
@@ -128,7 +139,7 @@ def rough_outline(
     radii = a * b / np.hypot(b * np.cos(turned), a * np.sin(turned))
     swell = np.zeros(corners)
     for k in range(2, min(24, corners // 4)):
-        swell += rng.normal(0, 1 / k) * np.cos(k * angle + rng.uniform(0, 2 * np.pi))
+        swell += rng.normal(0, k**-1.35) * np.cos(k * angle + rng.uniform(0, 2 * np.pi))
     radii = radii * np.exp(roughness * swell)
     return Outline(ellipse.x * plan.width, ellipse.y * plan.height, radii.astype(np.float32))
 
@@ -148,8 +159,8 @@ class SectionPainter:
         self.plan = plan
         self.rng = np.random.default_rng(plan.seed)
         self.shape = (plan.height // 2, plan.width // 2)
-        self.pieces = [rough_outline(self.rng, plan, piece, 0.16, 512) for piece in plan.pieces]
-        self.outline = rough_outline(self.rng, plan, plan.dense, 0.14, 256)
+        self.pieces = [rough_outline(self.rng, plan, piece, 0.13, 512) for piece in plan.pieces]
+        self.outline = rough_outline(self.rng, plan, plan.dense, 0.13, 256)
         self.eosin: Floats = np.zeros(self.shape, np.float32)
         self.haematoxylin: Floats = np.zeros(self.shape, np.float32)
         self.depth: Floats = np.full(self.shape, -1e4, np.float32)  # of the tissue's edge
@@ -162,7 +173,7 @@ class SectionPainter:
     def paint(self) -> PaintedSection:
         self._outline_tissue()
         self._paint_stroma()
-        self._paint_vessels(round(self.plan.width * self.plan.height / 1.5e6))
+        self._paint_vessels(round(self.plan.width * self.plan.height / 8e5))
         self._paint_glands()
         self._scatter_stroma_nuclei()
         tissue = self.depth > 0
@@ -183,31 +194,35 @@ class SectionPainter:
         for piece in self.pieces:
             window = piece.window(self.shape)
             self.depth[window] = np.maximum(self.depth[window], piece.depth(*half_grid(window)))
-        self.depth += 14 * smooth_noise(self.rng, self.shape, 40) + 4 * smooth_noise(self.rng, self.shape, 9)
+        for amplitude, period in ((12, 40), (5, 9)):
+            noise = SmoothNoise(self.rng, self.shape, period)
+            for band in _bands(self.shape[0]):
+                self.depth[band] += amplitude * noise.rows(band.start, band.stop)
         window = self.outline.window(self.shape, margin=200)
         self.dense_depth[window] = self.outline.depth(*half_grid(window))
 
     def _paint_stroma(self) -> None:
         """Wavy collagen: a streaked texture looked up at bent coordinates."""
-        rng, shape = self.rng, self.shape
-        across = np.arange(shape[0], dtype=np.float32)[:, None] + 420 * smooth_noise(rng, shape, 700)
-        across += 34 * smooth_noise(rng, shape, 150) + 3.5 * smooth_noise(rng, shape, 40)
-        along = np.arange(shape[1], dtype=np.float32)[None] + 300 * smooth_noise(rng, shape, 600)
-        self.fibre = across
-        streaks = _streaks(rng)
-        row = np.floor(across * 2).astype(np.int32) % len(streaks)
-        col = np.floor(along).astype(np.int32) % len(streaks)
-        texture = streaks[row, col]
-        patch = smooth_noise(rng, shape, 260)
-        eosin = (0.235 + 0.025 * patch + 0.055 * texture).astype(np.float32)
-        clefts = np.clip((-texture - 1.5 - 0.35 * patch) * 2.2, 0, 1)  # white slits between bundles
-        rim = np.exp(-np.abs(self.dense_depth + 34) / 26) * np.float32(0.07)  # capsule of the dense region
-        edge = np.exp(-np.maximum(self.depth, 0) / 60) * np.float32(0.05)  # stain gathers at cut edges
-        eosin = np.clip((eosin + edge) * (1 - 0.9 * clefts) + rim, 0.02, 0.6)
-        inside = np.clip(self.depth / 3, 0, 1)
-        self.eosin = eosin * inside
-        self.haematoxylin = (0.03 + 0.06 * np.maximum(eosin - 0.2, 0)) * inside
-        self.crowded = clefts > 0.3
+        bends = ((420, 700), (34, 150), (7, 42), (0.9, 11))  # amplitude and period across the fibres
+        across = [(amplitude, SmoothNoise(self.rng, self.shape, period)) for amplitude, period in bends]
+        along = SmoothNoise(self.rng, self.shape, 600)
+        patches = SmoothNoise(self.rng, self.shape, 220)
+        for band in _bands(self.shape[0]):
+            top, bottom = band.start, band.stop
+            self.fibre[band] = np.arange(top, bottom)[:, None]
+            for amplitude, noise in across:
+                self.fibre[band] += amplitude * noise.rows(top, bottom)
+            column = np.arange(self.shape[1], dtype=np.float32) + 300 * along.rows(top, bottom)
+            texture = _streaks_at(self.fibre[band], column)
+            patch = patches.rows(top, bottom)
+            clefts = np.clip((-texture - 1.55 - 0.4 * patch) * 2.2, 0, 1)  # white slits between bundles
+            rim = np.exp(-np.abs(self.dense_depth[band] + 30) / 26) * np.float32(0.06)  # capsule of the dense region
+            edge = np.exp(-np.maximum(self.depth[band], 0) / 60) * np.float32(0.04)  # stain gathers at cut edges
+            stain = np.clip(0.185 + 0.02 * patch + 0.038 * texture + edge, 0.05, 0.5)
+            inside = np.clip(self.depth[band] / 3, 0, 1)
+            self.eosin[band] = (stain * (1 - 0.97 * clefts) + rim) * inside
+            self.haematoxylin[band] = (0.015 + 0.06 * np.maximum(stain - 0.16, 0)) * (1 - clefts) * inside
+            self.crowded[band] = clefts > 0.3
 
     def _paint_vessels(self, count: int) -> None:
         for _ in range(count):
@@ -232,9 +247,9 @@ class SectionPainter:
     def _red_cells(self, vessel: Outline, grid: tuple[Floats, Floats]) -> Floats:
         blood = np.zeros(np.broadcast_shapes(grid[0].shape, grid[1].shape), np.float32)
         reach = float(vessel.radii.max())
-        for dx, dy in self.rng.uniform(-reach, reach, (int(reach * reach / 260), 2)):
+        for dx, dy in self.rng.uniform(-reach, reach, (int(reach * reach / 170), 2)):
             far = np.hypot(grid[0] - vessel.x - dx, grid[1] - vessel.y - dy)
-            cell = np.clip((13 - far) / 2, 0, 1) * np.float32(self.rng.uniform(0.46, 0.56))
+            cell = np.clip((13 - far) / 2, 0, 1) * np.float32(self.rng.uniform(0.40, 0.48))
             blood = np.maximum(blood, cell * (1 - 0.15 * (far < 5)))
         return blood
 
@@ -248,7 +263,8 @@ class SectionPainter:
             facing = np.maximum(offset[:, :1] * np.cos(angle) + offset[:, 1:] * np.sin(angle), 1e-3)
             wall = (offset**2).sum(1)[:, None] / 2 / facing  # where each neighbour's half begins
             # The power mean of the walls rounds the corners of the Voronoi cell.
-            radii = ((wall**-7.0).sum(0) + (0.62 * GLAND_SPACING_PX) ** -7.0) ** (-1 / 7) - self.rng.uniform(4, 20)
+            wall = np.vstack([wall, self._reach(centre, angle)])
+            radii = (wall**-7.0).sum(0) ** (-1 / 7) - self.rng.uniform(4, 20)
             gland = Outline(float(centre[0]), float(centre[1]), radii.astype(np.float32))
             rings = int(self.rng.choice((3, 4, 4, 5, 6)))
             self._paint_epithelium(gland, rings)
@@ -258,20 +274,29 @@ class SectionPainter:
         xy = self.outline.vertices()
         low, high = xy.min(0) - GLAND_SPACING_PX, xy.max(0) + GLAND_SPACING_PX
         centres = _jittered_lattice(self.rng, low, high, GLAND_SPACING_PX, 0.2)
-        deep = self.outline.depth(*centres.T.astype(np.float32)) > 30
+        deep = self.outline.depth(*centres.T.astype(np.float32)) > 100
         return centres[deep & (self._sample(self.depth, centres) > 60)]
+
+    def _reach(self, centre: NDArray[np.float64], angle: NDArray[np.float64]) -> NDArray[np.float64]:
+        """How far a gland may grow in each direction before it leaves the dense region."""
+        r = np.linspace(0.1, 0.62, 40)[:, None] * GLAND_SPACING_PX
+        x, y = centre[0] + r * np.cos(angle), centre[1] + r * np.sin(angle)
+        outside = self.outline.depth(x.astype(np.float32), y.astype(np.float32)) < 0
+        outside[-1] = True
+        reach: NDArray[np.float64] = r[outside.argmax(0), 0]
+        return reach
 
     def _paint_epithelium(self, gland: Outline, rings: int) -> None:
         window = gland.window(self.shape, margin=12)
         depth = gland.depth(*half_grid(window))
         thickness = rings * RING_PX + self.rng.uniform(12, 30)
-        grain = smooth_noise(self.rng, (depth.shape[0], depth.shape[1]), 5)
+        grain = SmoothNoise(self.rng, (depth.shape[0], depth.shape[1]), 5).whole()
         within = np.clip(depth / 3 + 0.5, 0, 1) * np.clip(self.dense_depth[window] / 3, 0, 1)
         lumen = np.clip((depth - thickness + 5 * grain) / 4, 0, 1)
         brush = np.exp(-((depth - thickness) ** 2) / 40) * np.float32(0.07)  # apical border
         membrane = np.exp(-((depth + 3) ** 2) / 14) * np.float32(0.06)
         mucin = self.rng.choice((0.012, 0.02, 0.06))
-        cell = 0.19 + 0.018 * grain + brush
+        cell = 0.15 + 0.018 * grain + brush
         paint = cell * (1 - lumen) + (mucin + 0.008 * grain) * lumen
         self.eosin[window] = self.eosin[window] * (1 - within) + (paint + membrane) * within
         tint = (0.11 + 0.012 * grain) * (1 - lumen)
@@ -286,8 +311,10 @@ class SectionPainter:
             count = int(2 * np.pi * (float(gland.radii.mean()) - inset) / 21.5)
             if count < 5:
                 break
-            turn = (np.arange(count) + rng.uniform(-0.2, 0.2, count) + rng.uniform()) * (2 * np.pi / count)
             at = np.arange(ANGLES + 1) * (2 * np.pi / ANGLES)
+            arc = np.insert(np.cumsum(np.maximum(gland.radii - inset, 1)), 0, 0)
+            share = (np.arange(count) + rng.uniform(-0.2, 0.2, count) + rng.uniform()) / count % 1
+            turn = np.interp(share * arc[-1], arc, at)
             radius = np.interp(turn % (2 * np.pi), at, np.append(gland.radii, gland.radii[0]))
             radius = radius - inset + rng.normal(0, 3.5, count)
             xy = np.stack([gland.x + radius * np.cos(turn), gland.y + radius * np.sin(turn)], axis=1)
@@ -296,10 +323,10 @@ class SectionPainter:
 
     def _scatter_stroma_nuclei(self) -> None:
         rng = self.rng
-        xy = _jittered_lattice(rng, np.zeros(2), np.array((self.plan.width, self.plan.height)), 52.0, 0.3)
+        xy = _jittered_lattice(rng, np.zeros(2), np.array((self.plan.width, self.plan.height)), 52.0, 0.5)
         depth, dense = self._sample(self.depth, xy), self._sample(self.dense_depth, xy)
         free = (depth > 30) & ~self._sample(self.crowded, xy) & (np.abs(dense) > 16)
-        clusters = smooth_noise(rng, self.shape, 240)  # lymphocytes gather here and there
+        clusters = SmoothNoise(rng, self.shape, 240).whole()  # lymphocytes gather here and there
         lymph = self._sample(clusters, xy) > 2.3
         chosen = free & (rng.uniform(size=len(xy)) < np.where(dense > 0, 0.6, np.where(lymph, 0.75, 0.25)))
         xy, lymph = xy[chosen], lymph[chosen] | (rng.uniform(size=int(chosen.sum())) < 0.12)
@@ -307,7 +334,7 @@ class SectionPainter:
         slope_x = self._sample(self.fibre, xy + step) - self._sample(self.fibre, xy - step)
         slope_y = self._sample(self.fibre, xy + step[::-1]) - self._sample(self.fibre, xy - step[::-1])
         along = np.arctan2(-slope_x, slope_y) + rng.normal(0, 0.15, len(xy))
-        self._stamp(nucleus_stamps(rng, (21.0, 6.2), shapes=8), xy[~lymph], along[~lymph], 0.74)
+        self._stamp(nucleus_stamps(rng, (21.0, 5.6), shapes=8), xy[~lymph], along[~lymph], 0.74)
         self._stamp(nucleus_stamps(rng, (10.5, 9.8), shapes=6), xy[lymph], along[lymph], 0.86)
 
     def _stamp(
@@ -367,7 +394,7 @@ def render_rows(section: PaintedSection, top: int, bottom: int) -> Bytes:
     """RGB of the level-0 rows `top` to `bottom`, both even, as (rows, width, 3)."""
     eosin = _double(section.eosin, top // 2, bottom // 2)
     blue = np.maximum(section.nuclei[top:bottom], _double(section.haematoxylin, top // 2, bottom // 2))
-    rgb: Bytes = _COLOURS[blue, eosin]
+    rgb: Bytes = _COLOURS.take(blue.astype(np.uint16) << 8 | eosin, axis=0)
     side = len(section.noise)
     rows = np.arange(top, bottom) % side
     for left in range(0, rgb.shape[1], side):
@@ -377,13 +404,13 @@ def render_rows(section: PaintedSection, top: int, bottom: int) -> Bytes:
 
 
 def _colour_table() -> Bytes:
-    """RGB by haematoxylin and eosin byte; 0.15 of the eosin's amount is residual, which makes it rosy."""
+    """RGB by 256 * haematoxylin byte + eosin byte; 0.15 of the eosin's amount is residual, which makes it rosy."""
     stain = np.arange(256) * STAIN_PER_UNIT
-    residual = 0.15 * stain + 0.9 * np.maximum(stain - 0.42, 0)  # red cells are orange, not pink
+    residual = 0.35 * stain + 0.8 * np.maximum(stain - 0.36, 0)  # red cells are orange, not pink
     density = stain[:, None, None] * HAEMATOXYLIN_OD + (stain[:, None] * EOSIN_OD + residual[:, None] * RESIDUAL_OD)
     # Kept away from 0 and 255 so that adding noise cannot wrap around.
     colours: Bytes = np.rint(GLASS * 10**-density).clip(12, GLASS).astype(np.uint8)
-    return colours
+    return colours.reshape(-1, 3)
 
 
 _COLOURS = _colour_table()
@@ -406,13 +433,31 @@ def _double(half: Bytes, top: int, bottom: int) -> Bytes:
     return wide
 
 
-def _streaks(rng: np.random.Generator) -> Floats:
-    """A periodic texture of streaks along x, mean 0 and deviation 1; rows are quarter-pixel fine."""
-    total = np.zeros((2048, 2048), np.float32)
-    for across, along, weight in ((2.2, 26, 0.75), (6, 60, 1.0), (18, 140, 0.6)):
-        layer = gaussian_filter(rng.standard_normal(total.shape).astype(np.float32), (across, along), mode="wrap")
-        total += np.float32(weight) * layer / layer.std()
-    return total / total.std()
+def _bands(rows: int) -> list[slice]:
+    """Slices of few enough rows that what is computed on one stays in the processor's cache."""
+    return [slice(top, min(top + 64, rows)) for top in range(0, rows, 64)]
+
+
+def _streaks_at(across: Floats, along: Floats) -> Floats:
+    streaks = _streaks()
+    row = np.floor(across * 2).astype(np.int32) % len(streaks)  # two rows per half pixel
+    col = np.floor(along).astype(np.int32) % streaks.shape[1]
+    return streaks[row, col]
+
+
+@cache
+def _streaks() -> Floats:
+    """A periodic texture of streaks along x, mean 0 and deviation 1."""
+    rows, cols = 2048, 1024
+    white = np.random.default_rng(5).standard_normal((rows, cols))
+    fy, fx = np.fft.fftfreq(rows)[:, None], np.fft.rfftfreq(cols)[None]
+    gain = np.zeros((rows, cols // 2 + 1))
+    for across, along, weight in ((1.5, 9, 0.55), (5, 26, 1.0), (16, 70, 0.8)):  # Gaussians of these deviations
+        blur = np.exp(-2 * np.pi**2 * ((across * fy) ** 2 + (along * fx) ** 2))
+        gain += weight * np.sqrt(across * along) * blur
+    texture = np.fft.irfft2(np.fft.rfft2(white) * gain, s=(rows, cols))
+    texture -= texture.mean()
+    return (texture / texture.std()).astype(np.float32)
 
 
 def _jittered_lattice(

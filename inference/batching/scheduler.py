@@ -1,0 +1,375 @@
+"""The batch scheduler: samples from many callers, one forward pass at a time.
+
+All decisions are in `_queue.BatchQueue`; here are the lock around it, the thread that runs the model and the
+waiting. Callbacks of futures run outside the lock, on the batch thread or on the thread that cancels.
+"""
+
+import atexit
+import logging
+import math
+import os
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from types import TracebackType
+from typing import Generic, NoReturn, Self
+
+from inference.batching._queue import Batch, BatchQueue, Item, R, SchedulerStatistics, T
+from inference.errors import (
+    BadRequest,
+    CallerError,
+    ConfigError,
+    DeadlineExceeded,
+    DeviceBroken,
+    ForwardError,
+    InferenceError,
+    ModelContractError,
+    QueueFull,
+    ServerClosed,
+    TileError,
+)
+
+logger = logging.getLogger(__name__)
+
+_EXIT_GRACE_S = 5.0  # a daemon thread that wakes in native code during interpreter shutdown may crash the process
+_JOIN_GRACE_S = 1.0
+
+
+class FailureKind(Enum):
+    """What an exception of the forward pass says about the batch."""
+
+    ITEM = "item"
+    """Some item may be to blame: halve until it stands alone."""
+    OUT_OF_MEMORY = "out_of_memory"
+    """The batch was too large: halve and remember."""
+    FATAL = "fatal"
+    """The device is unusable from here on."""
+
+
+def classify_failure(error: BaseException) -> FailureKind:
+    """Classifies without knowing any framework: `DeviceBroken` is fatal, `MemoryError` is memory, all else an item's."""
+    if isinstance(error, DeviceBroken):
+        return FailureKind.FATAL
+    return FailureKind.OUT_OF_MEMORY if isinstance(error, MemoryError) else FailureKind.ITEM
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """A failed forward pass, reduced to what each waiter's own exception is made from.
+
+    Holding the exception itself would hold its traceback, and with it the tensors of the failed batch.
+    """
+
+    kind: FailureKind | None  # None: the model is at fault, whatever the batch
+    make_error: Callable[[], InferenceError]
+
+
+def _error_maker(error: BaseException, wrapper: type[InferenceError], text: str) -> Callable[[], InferenceError]:
+    """Returns what makes this error anew for each waiter: of its own class if that is ours, else as `wrapper`."""
+    if isinstance(error, InferenceError):
+        return partial(type(error), error.message, **error.fields)
+    name, cause = type(error).__name__, str(error)[:2000]
+    return partial(wrapper, f"{text}: {name}: {cause}", error_type=name, error_text=cause)
+
+
+class _ItemFuture(Future[R]):
+    """A future whose cancellation reaches the queue, and which the batch thread cannot wait for."""
+
+    def __init__(self, withdraw: Callable[[int], None], on_batch_thread: Callable[[], bool]) -> None:
+        super().__init__()
+        self.order = -1  # no reference to the item: a future that is kept must not keep the sample
+        self._withdraw = withdraw
+        self._on_batch_thread = on_batch_thread
+
+    def cancel(self) -> bool:
+        cancelled = super().cancel()
+        self._withdraw(self.order)
+        return cancelled
+
+    def result(self, timeout: float | None = None) -> R:
+        if not self.done() and self._on_batch_thread():
+            raise CallerError("the batch thread would wait for itself: use a callback, or wait on another thread")
+        return super().result(timeout)
+
+
+class BatchScheduler(Generic[T, R]):
+    """Gathers samples of any number of threads and event loops into batches for one model.
+
+    Thread-safe. `submit` returns a `concurrent.futures.Future` (`asyncio.wrap_future` it on an event loop). Every
+    accepted sample gets exactly one answer:
+
+    - its row of what `forward` returned, or the exception `forward` put into that row;
+    - cancelled: a queued item leaves at once and never reaches the model; a running one is computed and counted
+      as wasted;
+    - `DeadlineExceeded` if its deadline passes while it is queued (seen between forward passes) or while a failed
+      batch is being halved;
+    - its own error (`TileError` unless it is an `InferenceError` already) if `forward` fails on it alone;
+      `ForwardError` if the retry budget ends before that is known or it alone does not fit in memory;
+      `ModelContractError` if `forward` broke its contract;
+    - `DeviceBroken` after a fatal error or the death of the batch thread, `ServerClosed` after `close`.
+
+    Samples and results pass through uncopied: a sample must not be changed after `submit`. Not usable in a forked
+    child. Waiting for a result inside `forward` or a callback raises, since nobody would compute it.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[Sequence[T], Sequence[str]], Sequence[R | Exception]],
+        *,
+        max_batch_size: int = 64,
+        max_wait_s: float = 0.01,
+        max_queued_items: int = 4096,
+        max_queued_bytes: int = 1 << 30,
+        nbytes: Callable[[T], int] = lambda sample: int(getattr(sample, "nbytes", 0)),
+        classify: Callable[[BaseException], FailureKind] = classify_failure,
+        retry_budget: int | None = None,
+        lane: Callable[[T, str], Hashable] = lambda _sample, _mode: None,
+        device_lock: "threading.Lock | None" = None,
+        clock: Callable[[], float] = time.monotonic,
+        name: str = "batch",
+    ) -> None:
+        """Starts the batch thread.
+
+        Args:
+            forward: called with samples and modes, one call at a time; returns a list or tuple of as many results.
+            max_wait_s: from the arrival of a batch's first item; 0 takes what is there.
+            classify: how to react to an exception of `forward`.
+            retry_budget: further calls of `forward` one batch may cost; None halves to the end.
+            lane: samples of different lanes never share a batch.
+            device_lock: held during each batch, for models that share a device.
+
+        Raises:
+            ConfigError: a setting of the wrong type or out of range.
+        """
+        _check_whole_numbers(max_batch_size=max_batch_size, max_queued_items=max_queued_items)
+        _check_whole_numbers(max_queued_bytes=max_queued_bytes)
+        if retry_budget is not None:
+            _check_whole_numbers(least=0, retry_budget=retry_budget)
+        if not 0 <= max_wait_s <= threading.TIMEOUT_MAX:
+            raise ConfigError(f"max_wait_s is {max_wait_s}: give seconds, 0 or more", max_wait_s=max_wait_s)
+        if max_queued_items < max_batch_size:
+            text = f"max_queued_items={max_queued_items} is below max_batch_size={max_batch_size}: no batch can fill"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+        self._forward = forward
+        self._nbytes = nbytes
+        self._classify = classify
+        self._retry_budget = math.inf if retry_budget is None else retry_budget
+        self._lane = lane
+        self._device_lock = device_lock or threading.Lock()
+        self._clock = clock
+        self._name = name
+        self._pid = os.getpid()
+        self._queue: BatchQueue[T, R] = BatchQueue(
+            max_batch_size=max_batch_size, max_wait_s=max_wait_s, max_items=max_queued_items, max_bytes=max_queued_bytes
+        )
+        self._lock = threading.Lock()
+        self._due = threading.Condition(self._lock)  # only the batch thread waits here
+        self._sleeps_until = -math.inf
+        self._line: deque[threading.Condition] = deque()  # submitters waiting for room, first come first served
+        self._make_refusal: Callable[[], InferenceError] | None = None  # None while open
+        self._logged: set[type[BaseException]] = set()
+        self._thread = threading.Thread(target=self._run_thread, name=name, daemon=True)
+        self._thread.start()
+        atexit.register(self._at_exit)
+
+    def submit(
+        self,
+        sample: T,
+        mode: str = "prediction_with_embedding",
+        *,
+        deadline_s: float | None = None,
+        block: bool = True,
+        timeout_s: float | None = None,
+    ) -> Future[R]:
+        """Queues one sample; waits for room, in order of arrival, unless `block` is False.
+
+        Args:
+            mode: which outputs `forward` is asked for; modes share batches.
+            deadline_s: from now; bounds the wait for room too.
+            timeout_s: longest wait for room; None waits as long as it takes.
+
+        Raises:
+            QueueFull: no room, at once or in time.
+            ServerClosed: after `close`.
+            DeviceBroken: after a fatal error.
+            BadRequest: a sample larger than the whole queue.
+            CallerError: in a forked child.
+        """
+        if os.getpid() != self._pid:
+            raise CallerError(f"scheduler {self._name} belongs to process {self._pid}: make a new one after a fork")
+        lane, nbytes = self._lane(sample, mode), self._nbytes(sample)
+        deadline_at = math.inf if deadline_s is None else self._clock() + deadline_s
+        waits = [s for s in (timeout_s, deadline_s) if s is not None] if block else [0.0]
+        future: _ItemFuture[R] = _ItemFuture(self._withdraw, self._on_batch_thread)
+        with self._lock:
+            try:
+                self._admit(nbytes, min(waits, default=threading.TIMEOUT_MAX))
+            except InferenceError:
+                self._queue.refused += 1
+                raise
+            finally:
+                self._call_next()
+            item = self._queue.push(
+                sample, mode, future, lane=lane, nbytes=nbytes, now=self._clock(), deadline_at=deadline_at
+            )
+            future.order = item.order
+            # Waking the thread for each item would cost more than the item.
+            if min(self._queue.lane_due_at(lane), deadline_at) < self._sleeps_until:
+                self._due.notify()
+        return future
+
+    def statistics(self) -> SchedulerStatistics:
+        """Returns the counters and gauges, all of one moment."""
+        with self._lock:
+            return self._queue.statistics(self._clock(), accepting=self._make_refusal is None)
+
+    def close(self, *, drain_s: float = 30.0) -> None:
+        """Refuses new work, computes what is queued, and after `drain_s` fails the rest with `ServerClosed`.
+
+        Idempotent, from any thread; of several calls the shortest drain counts. Returns at most a second after
+        `drain_s` even if the model hangs; its thread is then abandoned. Called on the batch thread (from a callback)
+        it returns at once and the thread ends when the queue is empty.
+        """
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            refusal = partial(ServerClosed, f"scheduler {self._name} is closed: make a new one")
+            self._stop_admitting(self._make_refusal or refusal)
+        if self._on_batch_thread():
+            return
+        self._thread.join(min(max(drain_s, 0.0), threading.TIMEOUT_MAX))
+        if self._thread.is_alive():
+            text = f"scheduler {self._name} was closed before this item was computed: submit it again elsewhere"
+            self._fail_all(partial(ServerClosed, text))
+            self._thread.join(_JOIN_GRACE_S)
+        if not self._thread.is_alive():
+            atexit.unregister(self._at_exit)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"scheduler {self._name} cannot be pickled: it owns a thread; make one in each process")
+
+    # Callers' side; the lock is held in `_admit`, `_call_next` and `_stop_admitting`.
+
+    def _admit(self, nbytes: int, wait_s: float) -> None:
+        """Returns once there is room and nobody older waits for it, or raises."""
+
+        def may_enter() -> bool:
+            return (not self._line or self._line[0] is turn) and self._queue.has_room(nbytes)
+
+        turn = threading.Condition(self._lock)
+        if nbytes > self._queue.max_bytes:
+            raise BadRequest(
+                f"a sample of {nbytes} bytes exceeds max_queued_bytes={self._queue.max_bytes}: raise that limit",
+                nbytes=nbytes,
+            )
+        entered = self._make_refusal is not None or may_enter()
+        # The batch thread must not wait for room: only itself makes any.
+        if not entered and wait_s > 0 and not self._on_batch_thread():
+            self._line.append(turn)
+            try:
+                entered = turn.wait_for(lambda: self._make_refusal is not None or may_enter(), wait_s)
+            finally:
+                self._line.remove(turn)
+        if self._make_refusal is not None:
+            raise self._make_refusal()
+        if not entered:
+            queued = self._queue.queued
+            raise QueueFull(f"scheduler {self._name} has {queued} items queued: try again later", queued=queued)
+
+    def _call_next(self) -> None:
+        if self._line and self._queue.has_room(0):
+            self._line[0].notify()
+
+    def _withdraw(self, order: int) -> None:
+        with self._lock:
+            self._queue.withdraw(order)
+            self._call_next()
+
+    def _stop_admitting(self, make_refusal: Callable[[], InferenceError]) -> None:
+        self._make_refusal = make_refusal
+        self._queue.draining = True
+        self._due.notify()
+        for turn in self._line:
+            turn.notify()
+
+    def _on_batch_thread(self) -> bool:
+        return threading.get_ident() == self._thread.ident
+
+    def _at_exit(self) -> None:
+        self.close(drain_s=0)
+        if os.getpid() == self._pid:
+            self._thread.join(_EXIT_GRACE_S)
+
+    # The batch thread's side.
+
+    def _run_thread(self) -> None:
+        try:
+            while self._wait_until_due():
+                # Cutting only now, with the device in hand, lets a batch fill while another model runs.
+                with self._device_lock:
+                    self._step()
+        except BaseException as error:
+            logger.critical("%s: the batch thread ended", self._name, exc_info=True)
+            self._break(error)
+
+    def _wait_until_due(self) -> bool:
+        """Returns True when a batch or an expiry is due, False when the thread has nothing left to do."""
+        with self._lock:
+            while self._queue.queued or self._make_refusal is None:
+                due_at = self._queue.due_at()
+                wait_s = due_at - self._clock()
+                if wait_s <= 0:
+                    return True
+                self._sleeps_until = due_at
+                self._due.wait(min(wait_s, threading.TIMEOUT_MAX))
+                self._sleeps_until = -math.inf
+        return False
+
+    def _step(self) -> None:
+        with self._lock:
+            batch = self._queue.cut(self._clock())
+            self._call_next()
+        if isinstance(batch, Batch):
+            self._expire(batch.expired)
+            self._compute(batch.items)
+
+    def _compute(self, items: list[Item[T, R]]) -> None:
+        """Runs the model on a batch, halving what fails, until each item has its answer."""
+        todo, calls = [items], 0
+        while todo:
+            items = self._drop_answered(todo.pop())
+            half = len(items) // 2
+            if not items:
+                continue
+            if len(items) > self._queue.limit(items[0].lane):
+                todo += [items[half:], items[:half]]
+                continue
+            outcome = self._call_forward(items)
+            calls += 1
+            if not isinstance(outcome, _Failure):
+                self._deliver(zip(items, outcome, strict=True))
+            elif outcome.kind is FailureKind.FATAL:
+                self._break(outcome.make_error())
+            elif outcome.kind is None or len(items) == 1:
+                self._deliver((item, outcome.make_error()) for item in items)
+            elif calls > self._retry_budget:
+                for rest in [items, *todo]:
+                    ...
+            else:
+                if outcome.kind is FailureKind.OUT_OF_MEMORY:
+                    self._queue.lower_limit(items[0].lane, len(items) - half)
+                todo += [items[half:], items[:half]]
