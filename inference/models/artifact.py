@@ -54,8 +54,9 @@ def load_manifest(checkpoint: Path) -> ArtifactManifest:
     try:
         manifest = ArtifactManifest.model_validate_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ArtifactRefused(f"{checkpoint.name} has no manifest {path.name}: a .pt2 is code, so an unpinned one "
-                              "is not loaded") from None
+        raise ArtifactRefused(
+            f"{checkpoint.name} has no manifest {path.name}: a .pt2 is code, so an unpinned one is not loaded"
+        ) from None
     except ValidationError as error:
         raise ArtifactRefused(f"{path.name} is not an artifact manifest: {error}") from None
     if manifest.schema_version > SCHEMA_VERSION:

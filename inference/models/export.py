@@ -76,7 +76,7 @@ def has_cpp_compiler() -> bool:
 def _export(
     module: nn.Module, spec: ModelSpec, checkpoint: Path, kind: Format, weights: str, source_sha256: str
 ) -> None:
-    example = torch.randint(0, 256, (2, *spec.input_shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    example = torch.zeros((2, *spec.input_shape), dtype=torch.uint8)
     batch = torch.export.Dim("batch", min=1, max=MAX_BATCH)
     program = torch.export.export(module, (example,), dynamic_shapes=({0: batch},))
     # Compiled beside its final place, so that the rename stays within one file system.

@@ -1,6 +1,7 @@
 """Runs a verified checkpoint: arrays in, arrays out, and nothing else is promised."""
 
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -37,8 +38,9 @@ class TorchRuntime:
         self._names = tuple(output.name for output in manifest.spec.outputs)
         # A compiled package trusts its caller with shapes unless told otherwise, and then reads garbage.
         os.environ["AOTI_RUNTIME_CHECK_INPUTS"] = "1"
+        self._call: Callable[[torch.Tensor], torch.Tensor | Sequence[torch.Tensor]]
         if manifest.format == "aotinductor":
-            self._call = torch._inductor.aoti_load_package(str(checkpoint))  # noqa: SLF001 - the documented loader
+            self._call = torch._inductor.aoti_load_package(str(checkpoint))
         else:
             self._call = torch.export.load(str(checkpoint)).module().to(device)
 

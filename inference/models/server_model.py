@@ -149,7 +149,7 @@ class BaseServerModel:
         usable = [m for m in MODES if all(part in named for part in m.split("_with_"))]
         if mode not in usable:
             raise BadRequest(f"{self.model_name} has no mode {mode!r}; it offers {', '.join(usable)}")
-        return mode  # type: ignore[return-value]
+        return mode
 
     def get_metadata(self) -> ModelMetadata:
         """Name, input and output specs, and what runs them."""
@@ -233,9 +233,7 @@ def build_server_model(
 
 def load_server_model(found: Checkpoint, device: str = "cpu", *, fixed_batch: int | None = None) -> BaseServerModel:
     """Load a resolved checkpoint."""
-    return BaseServerModel(
-        found.manifest.spec, found.path.name, device, found.path.parent, fixed_batch=fixed_batch
-    )
+    return BaseServerModel(found.manifest.spec, found.path.name, device, found.path.parent, fixed_batch=fixed_batch)
 
 
 def _first_line(error: BaseException) -> str:

@@ -59,7 +59,8 @@ def read_overview(reader: SlideReader, mpp: tuple[float, float]) -> Overview:
                 canvas.paint(block, reader.read_region(level, *block))
             except TileReadError:
                 _paint_readable_parts(canvas, reader, level, block)
-    return Overview(canvas.rgb, canvas.missing, canvas.unreadable, (down[0] * factor, down[1] * factor), canvas.thumbnail)
+    scale = (down[0] * factor, down[1] * factor)
+    return Overview(canvas.rgb, canvas.missing, canvas.unreadable, scale, canvas.thumbnail)
 
 
 def _paint_readable_parts(canvas: "_Canvas", reader: SlideReader, level: int, block: tuple[int, int, int, int]) -> None:
@@ -106,8 +107,11 @@ class _Canvas:
 def _choose_level(reader: SlideReader, mpp: float) -> int:
     """The coarsest level that is not coarser than the mask and large enough for the thumbnail; else level 0."""
     width = reader.level_sizes[0][0]
-    fine = [k for k, size in enumerate(reader.level_sizes)
-            if mpp * width / size[0] <= MASK_MPP and max(size) >= THUMBNAIL_PX]
+    fine = [
+        k
+        for k, size in enumerate(reader.level_sizes)
+        if mpp * width / size[0] <= MASK_MPP and max(size) >= THUMBNAIL_PX
+    ]
     return max(fine, key=lambda k: width / reader.level_sizes[k][0]) if fine else 0
 
 

@@ -31,13 +31,13 @@ def block_mean(plane: NDArray[np.floating], factor: int) -> NDArray[np.float32]:
     """Mean over factor x factor blocks of a 2-D plane whose sides divide by the factor."""
     height, width = plane.shape
     blocks = plane.reshape(height // factor, factor, width // factor, factor)
-    return blocks.mean(axis=(1, 3), dtype=np.float64).astype(np.float32)
+    return np.asarray(blocks.mean(axis=(1, 3), dtype=np.float64), np.float32)
 
 
 def resample_area(
     image: NDArray[np.uint8], x: float, y: float, width: float, height: float, out: tuple[int, int]
 ) -> NDArray[np.uint8]:
-    """Area mean of the rectangle (x, y, width, height), given in the image's pixels, on an out = (rows, columns) raster.
+    """Area mean of the rectangle (x, y, width, height), in the image's pixels, on a raster of `out` (rows, columns).
 
     Each output pixel is the mean of the input weighted by exact overlap; the rectangle must lie inside the image.
     """
@@ -67,10 +67,10 @@ def _area_weights(start: float, length: float, count: int, size: int) -> NDArray
     cells = np.arange(size)
     overlap = np.minimum(edges[1:, None], cells + 1) - np.maximum(edges[:-1, None], cells)
     weights = np.clip(overlap, 0, None)
-    return (weights / weights.sum(axis=1, keepdims=True)).astype(np.float32)
+    return np.asarray(weights / weights.sum(axis=1, keepdims=True), np.float32)
 
 
 def _bilinear_weights(start: float, length: float, count: int, size: int) -> NDArray[np.float32]:
     centres = np.clip(start + length / count * (np.arange(count) + 0.5) - 0.5, 0, size - 1)
     distance = np.abs(centres[:, None] - np.arange(size))
-    return np.clip(1 - distance, 0, None).astype(np.float32)
+    return np.asarray(np.clip(1 - distance, 0, None), np.float32)

@@ -78,10 +78,11 @@ class OpenSlideReader:
         self.objective_power = _float(properties.get(openslide.PROPERTY_NAME_OBJECTIVE_POWER))
         colour = str(properties.get(openslide.PROPERTY_NAME_BACKGROUND_COLOR, "ffffff"))
         self.background = (int(colour[:2], 16), int(colour[2:4], 16), int(colour[4:6], 16))
+        levels = range(len(self.level_sizes))
         self._tiles = tuple(
-            (_int(properties.get(f"openslide.level[{k}].tile-width")), _int(properties.get(f"openslide.level[{k}].tile-height")))
-            for k in range(len(self.level_sizes))
-        )  # fmt: skip
+            tuple(_int(properties.get(f"openslide.level[{k}].tile-{side}")) for side in ("width", "height"))
+            for k in levels
+        )
         self._free.put(handle)
 
     def read_region(self, level: int, x: int, y: int, width: int, height: int) -> NDArray[np.uint8]:

@@ -79,15 +79,15 @@ def _tile_means(plane: NDArray[np.float32], scale: tuple[float, float], grid: Ti
 def _interval_means(plane: NDArray[np.float64], count: int, step: float, length: float) -> NDArray[np.float64]:
     """Means along axis 0 over intervals [i * step, i * step + length], from the integral with linear steps."""
     integral = np.concatenate([np.zeros((1, plane.shape[1])), np.cumsum(plane, axis=0)])
-    start = np.arange(count) * step
+    start = np.arange(count, dtype=np.float64) * step
 
-    def at(position: NDArray[np.float64]) -> NDArray[np.float64]:
+    def at(position: NDArray[np.floating]) -> NDArray[np.float64]:
         position = np.clip(position, 0, plane.shape[0])
         low = np.minimum(position.astype(np.int64), plane.shape[0] - 1)
         part = (position - low)[:, None]
         return np.asarray(integral[low] * (1 - part) + integral[low + 1] * part)
 
-    return (at(start + length) - at(start)) / length
+    return np.asarray((at(start + length) - at(start)) / length)
 
 
 def _mode(values: NDArray[np.floating], window: tuple[int, int]) -> float:

@@ -1,0 +1,109 @@
+"""The record beside every result: what made it, from what, and which bytes it is."""
+
+import hashlib
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+
+from inference.errors import StoreError
+from inference.store.files import canonical_json
+
+SCHEMA_VERSION = 1
+MANIFEST = "manifest.json"
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class FileRecord(_Record):
+    """One file of a result."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+class Counts(_Record):
+    """Tiles of a result: in the grid, planned, computed, failed."""
+
+    grid: int = 0
+    planned: int = 0
+    ok: int = 0
+    failed: int = 0
+
+    @property
+    def skipped(self) -> int:
+        """Grid tiles that were not planned."""
+        return self.grid - self.planned
+
+
+class Manifest(_Record):
+    """A finished result. Only `run` may differ between two runs of one recipe on one slide.
+
+    Attributes:
+        recipe: what defines the numbers; its digest is part of the path.
+        execution: what can move the last bits.
+        identity: content of the slide's files.
+        inputs: what was said of the slide from outside: µm/px used and its source, upsampling.
+        status: `ok`, `ok with failures`, or `empty` (nothing to compute, with the reason).
+        summary: the result's own figures.
+        run: host, times and stage timings.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    stage: str
+    name: str
+    slide_key: str
+    recipe: dict[str, JsonValue]
+    recipe_digest: str
+    execution: dict[str, JsonValue] = Field(default_factory=dict)
+    identity: dict[str, JsonValue]
+    inputs: dict[str, JsonValue]
+    status: Literal["ok", "ok with failures", "empty"]
+    reason: str | None = None
+    counts: Counts = Counts()
+    summary: dict[str, JsonValue] = Field(default_factory=dict)
+    files: tuple[FileRecord, ...] = ()
+    run: dict[str, JsonValue] = Field(default_factory=dict)
+
+    def to_json(self) -> str:
+        return self.model_dump_json(indent=1) + "\n"
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest of a result folder, or None where there is none.
+
+    Raises:
+        StoreError: it is damaged, or written by a newer version of this library.
+    """
+    path = folder / MANIFEST
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        manifest = Manifest.model_validate_json(text)
+    except ValidationError as error:
+        problem = error.errors()[0]["msg"]
+        raise StoreError(f"{path} cannot be read: {problem}; delete its folder to compute it again") from None
+    if manifest.schema_version > SCHEMA_VERSION:
+        found = manifest.schema_version
+        raise StoreError(f"{path} has schema {found}, this version reads up to {SCHEMA_VERSION}: upgrade")
+    return manifest
+
+
+def recipe_digest(recipe: dict[str, JsonValue]) -> str:
+    """SHA-256 of a recipe's canonical JSON; its first 12 digits name the folder."""
+    return hashlib.sha256(canonical_json(recipe).encode()).hexdigest()
+
+
+def record_files(folder: Path) -> tuple[FileRecord, ...]:
+    """Size and digest of every file of a result, by name."""
+    found = []
+    for path in sorted(p for p in folder.iterdir() if p.name != MANIFEST):
+        with path.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        found.append(FileRecord(name=path.name, size=path.stat().st_size, sha256=digest))
+    return tuple(found)

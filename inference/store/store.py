@@ -1,0 +1,182 @@
+"""A folder of results: `<stage>/<name>@<digest>/<slide key>/`, each with one manifest, whose presence means done."""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, JsonValue
+
+from inference.errors import PartitionBusy, StoreError
+from inference.store.files import publish_folder, remove_tree, store_errors, sync_file, write_atomic
+from inference.store.manifest import MANIFEST, Manifest, read_manifest, recipe_digest, record_files
+
+STAGES = ("info", "tiles", "predict", "slide", "heatmap")
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a result lies: its stage, its name within the stage, its recipe, its slide."""
+
+    stage: str
+    name: str
+    recipe: dict[str, JsonValue]
+    key: str
+
+    @property
+    def digest(self) -> str:
+        return recipe_digest(self.recipe)
+
+    @property
+    def folder(self) -> str:
+        """Relative to the store."""
+        return f"{self.stage}/{self.name}@{self.digest[:12]}/{self.key}"
+
+
+class FailureRecord(BaseModel):
+    """The last failure of a slide: enough to decide whether to try again."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    slide_key: str
+    code: str
+    message: str
+    retryable: bool
+    stage: str
+    attempts: int = 1
+    tiles: tuple[tuple[str, int, str], ...] = ()
+    at: float = 0.0
+
+
+class Store:
+    """Results on a POSIX file system. Opening one creates the folder and probes that it can do what is needed."""
+
+    def __init__(self, root: Path | str) -> None:
+        self.root = Path(root).absolute()
+        with store_errors(self.root):
+            self.root.mkdir(parents=True, exist_ok=True)
+            _probe(self.root)
+
+    def path(self, address: Address) -> Path:
+        """Folder of a result, there or not."""
+        return self.root / address.folder
+
+    def read(self, address: Address) -> Manifest | None:
+        """The manifest of a result, or None. Whether it fits the slide as it is now is the caller's to compare."""
+        return read_manifest(self.path(address))
+
+    @contextmanager
+    def lock(self, address: Address, wait_s: float = 0.0) -> Iterator[None]:
+        """Hold a slide's result against other processes; the lock dies with its process.
+
+        Raises:
+            PartitionBusy: another process holds it still after `wait_s`.
+        """
+        path = self.root / ".locks" / f"{address.key}.{address.stage}.{address.digest[:12]}"
+        with store_errors(path):
+            path.parent.mkdir(exist_ok=True)
+            stream = path.open("a+")
+        with stream:
+            _wait_for_lock(stream.fileno(), wait_s, f"{address.key}: {address.stage}/{address.name}", path)
+            # Who holds it is for people to read; the lock itself is the kernel's.
+            stream.truncate(0)
+            stream.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}))
+            stream.flush()
+            yield
+
+    @contextmanager
+    def work(self, address: Address) -> Iterator[Path]:
+        """An empty folder beside a result to write it in; removed if left unpublished. The caller holds the lock."""
+        final = self.path(address)
+        work = final.with_name(f"{final.name}.work")
+        with store_errors(work):
+            remove_tree(work)  # of an owner that died: live ones hold the lock
+            work.mkdir(parents=True)
+        try:
+            yield work
+        finally:
+            remove_tree(work)
+
+    def publish(self, address: Address, work: Path, manifest: Manifest) -> Manifest:
+        """Commit a work folder: record and flush its files, write the manifest last, give it its final name."""
+        with store_errors(work):
+            complete = manifest.model_copy(update={"files": record_files(work)})
+            for record in complete.files:
+                sync_file(work / record.name)
+            write_atomic(work / MANIFEST, complete.to_json().encode())
+        publish_folder(work, self.path(address))
+        return complete
+
+    def results(self) -> Iterator[tuple[Path, Manifest]]:
+        """Every finished result, in path order."""
+        for stage in STAGES:
+            for path in sorted((self.root / stage).glob(f"*@*/*/{MANIFEST}")):
+                if path.parent.suffix not in {".work", ".old"} and (manifest := read_manifest(path.parent)):
+                    yield path.parent, manifest
+
+    # The last failure of each slide.
+
+    def record_failure(self, failure: FailureRecord) -> None:
+        """Remember why a slide failed, counting attempts of the same kind."""
+        before = self.failure(failure.slide_key)
+        attempts = before.attempts + 1 if before and before.code == failure.code else 1
+        record = failure.model_copy(update={"attempts": attempts, "at": time.time()})
+        path = self._failure_path(failure.slide_key)
+        with store_errors(path):
+            path.parent.mkdir(exist_ok=True)
+        write_atomic(path, (record.model_dump_json(indent=1) + "\n").encode())
+
+    def failure(self, key: str) -> FailureRecord | None:
+        """The last failure of a slide, or None where its last run went well."""
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            return FailureRecord.model_validate_json(self._failure_path(key).read_text(encoding="utf-8"))
+        return None
+
+    def clear_failure(self, key: str) -> None:
+        """Forget a failure: the slide went well since."""
+        self._failure_path(key).unlink(missing_ok=True)
+
+    def _failure_path(self, key: str) -> Path:
+        return self.root / ".failures" / f"{key}.json"
+
+
+def _wait_for_lock(descriptor: int, wait_s: float, what: str, path: Path) -> None:
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise StoreError(f"the store cannot lock files ({error.strerror}): use a POSIX file system") from error
+            if time.monotonic() >= deadline:
+                raise PartitionBusy(f"{what} is being written by {_owner(path)}; try again later") from None
+            time.sleep(min(0.2, max(0.01, wait_s)))
+        else:
+            return
+
+
+def _owner(path: Path) -> str:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        owner = json.loads(path.read_text(encoding="utf-8"))
+        return f"process {owner['pid']} on {owner['host']}"
+    return "another process"
+
+
+def _probe(root: Path) -> None:
+    """Refuse at the start a store that cannot lock or rename, rather than after an hour of computing."""
+    probe = root / f".probe-{os.getpid()}-{time.monotonic_ns()}"
+    renamed = probe.with_suffix(".renamed")
+    try:
+        with probe.open("w") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        probe.rename(renamed)
+    finally:
+        probe.unlink(missing_ok=True)
+        renamed.unlink(missing_ok=True)

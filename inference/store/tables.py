@@ -1,0 +1,89 @@
+"""Parquet files whose bytes depend on their content alone."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+from pydantic import JsonValue
+
+from inference.errors import StoreError
+from inference.store.files import canonical_json, store_errors
+
+SCHEMA_VERSION = 1
+
+SHARD = 4096
+"""Planned tiles per row group."""
+
+_META = b"slide_inference"
+
+
+class TableWriter:
+    """Writes one Parquet file, one row group per call; no clock, no host, no file name enters it."""
+
+    def __init__(self, path: Path, schema: pa.Schema, metadata: Mapping[str, JsonValue]) -> None:
+        text = canonical_json({"schema_version": SCHEMA_VERSION, **metadata})
+        self._schema = schema.with_metadata({_META: text.encode()})
+        self._path = path
+        with store_errors(path):
+            self._writer = pq.ParquetWriter(path, self._schema, compression="zstd", compression_level=3)
+
+    def write(self, columns: Mapping[str, pa.Array | NDArray[np.generic]]) -> None:
+        """Append one row group; columns by name, in the schema's types."""
+        arrays = [pa.array(columns[f.name], type=f.type) if isinstance(columns[f.name], np.ndarray) else columns[f.name]
+                  for f in self._schema]  # fmt: skip
+        table = pa.Table.from_arrays(arrays, schema=self._schema)
+        with store_errors(self._path):
+            self._writer.write_table(table, row_group_size=max(len(table), 1))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        with store_errors(self._path):
+            self._writer.close()
+
+
+def read_table(path: Path) -> tuple[pa.Table, dict[str, JsonValue]]:
+    """A table and the metadata it was written with.
+
+    Raises:
+        StoreError: not a table of this library, or of a newer schema.
+    """
+    try:
+        table = pq.read_table(path)
+        metadata: dict[str, JsonValue] = _parse((table.schema.metadata or {})[_META])
+    except (OSError, KeyError, ValueError, pa.ArrowException) as error:
+        raise StoreError(f"{path} cannot be read as a result table: {type(error).__name__}") from error
+    version = metadata["schema_version"]
+    if not isinstance(version, int) or version > SCHEMA_VERSION:
+        raise StoreError(f"{path} has schema {version}, this version reads up to {SCHEMA_VERSION}: upgrade")
+    return table, metadata
+
+
+def vectors(values: NDArray[np.float32], valid: NDArray[np.bool_]) -> pa.FixedSizeListArray:
+    """(N, D) float32 -> one fixed-size list per row; null where invalid, never zeros."""
+    flat = pa.array(np.where(valid[:, None], values, np.float32(0)).ravel(), type=pa.float32())
+    return pa.FixedSizeListArray.from_arrays(flat, type=pa.list_(pa.float32(), values.shape[1]), mask=pa.array(~valid))
+
+
+def matrix(column: pa.ChunkedArray) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    """The inverse of `vectors`: (N, D) float32 with NaN in invalid rows, and which rows are valid."""
+    merged = column.combine_chunks()
+    array = merged.chunk(0) if isinstance(merged, pa.ChunkedArray) else merged
+    valid = np.asarray(array.is_valid())
+    size = array.type.list_size
+    values = np.full((len(array), size), np.nan, np.float32)
+    values[valid] = np.asarray(array.flatten()).reshape(-1, size)
+    return values, valid
+
+
+def _parse(raw: bytes) -> dict[str, JsonValue]:
+    parsed = json.loads(raw)
+    if not isinstance(parsed, dict):
+        raise TypeError("table metadata is not an object")
+    return parsed
