@@ -96,8 +96,6 @@ class BatchQueue(Generic[T, R]):
         self.queued_bytes = 0
         self.accepted = 0
         self.refused = 0
-        self.forward_calls = 0
-        self.forward_s = 0.0
         self._completed = 0
         self._failed: Counter[str] = Counter()
         self._cancelled = 0
@@ -197,7 +195,7 @@ class BatchQueue(Generic[T, R]):
         """Remembers that larger batches of this lane do not fit in memory."""
         self._limits[lane] = min(limit, self.limit(lane))
 
-    def statistics(self, now: float, *, accepting: bool) -> SchedulerStatistics:
+    def statistics(self, now: float, *, accepting: bool, forward_calls: int, forward_s: float) -> SchedulerStatistics:
         heads = [next(iter(lane.values())).enqueued_at for lane in self._lanes.values()]
         return SchedulerStatistics(
             accepting=accepting,
@@ -215,8 +213,8 @@ class BatchQueue(Generic[T, R]):
             oldest_age_s=max(0.0, now - min(heads, default=now)),
             batches=self._batch_sizes.total(),
             batch_sizes=dict(self._batch_sizes),
-            forward_calls=self.forward_calls,
-            forward_s=self.forward_s,
+            forward_calls=forward_calls,
+            forward_s=forward_s,
             batch_limits=dict(self._limits),
         )
 

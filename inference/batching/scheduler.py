@@ -14,12 +14,11 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from types import TracebackType
 from typing import Generic, NoReturn, Self
 
+from inference.batching._forward import Failure, FailureKind, ForwardPass, classify_failure, describe
 from inference.batching._queue import Batch, BatchQueue, Item, R, SchedulerStatistics, T
 from inference.errors import (
     BadRequest,
@@ -29,53 +28,14 @@ from inference.errors import (
     DeviceBroken,
     ForwardError,
     InferenceError,
-    ModelContractError,
     QueueFull,
     ServerClosed,
-    TileError,
 )
 
 logger = logging.getLogger(__name__)
 
 _EXIT_GRACE_S = 5.0  # a daemon thread that wakes in native code during interpreter shutdown may crash the process
 _JOIN_GRACE_S = 1.0
-
-
-class FailureKind(Enum):
-    """What an exception of the forward pass says about the batch."""
-
-    ITEM = "item"
-    """Some item may be to blame: halve until it stands alone."""
-    OUT_OF_MEMORY = "out_of_memory"
-    """The batch was too large: halve and remember."""
-    FATAL = "fatal"
-    """The device is unusable from here on."""
-
-
-def classify_failure(error: BaseException) -> FailureKind:
-    """Classifies without knowing any framework: `DeviceBroken` is fatal, `MemoryError` is memory, all else an item's."""
-    if isinstance(error, DeviceBroken):
-        return FailureKind.FATAL
-    return FailureKind.OUT_OF_MEMORY if isinstance(error, MemoryError) else FailureKind.ITEM
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """A failed forward pass, reduced to what each waiter's own exception is made from.
-
-    Holding the exception itself would hold its traceback, and with it the tensors of the failed batch.
-    """
-
-    kind: FailureKind | None  # None: the model is at fault, whatever the batch
-    make_error: Callable[[], InferenceError]
-
-
-def _error_maker(error: BaseException, wrapper: type[InferenceError], text: str) -> Callable[[], InferenceError]:
-    """Returns what makes this error anew for each waiter: of its own class if that is ours, else as `wrapper`."""
-    if isinstance(error, InferenceError):
-        return partial(type(error), error.message, **error.fields)
-    name, cause = type(error).__name__, str(error)[:2000]
-    return partial(wrapper, f"{text}: {name}: {cause}", error_type=name, error_text=cause)
 
 
 class _ItemFuture(Future[R]):
@@ -156,9 +116,8 @@ class BatchScheduler(Generic[T, R]):
         if max_queued_items < max_batch_size:
             text = f"max_queued_items={max_queued_items} is below max_batch_size={max_batch_size}: no batch can fill"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
-        self._forward = forward
+        self._forward: ForwardPass[T, R] = ForwardPass(forward, classify, clock, name)
         self._nbytes = nbytes
-        self._classify = classify
         self._retry_budget = math.inf if retry_budget is None else retry_budget
         self._lane = lane
         self._device_lock = device_lock or threading.Lock()
@@ -173,7 +132,6 @@ class BatchScheduler(Generic[T, R]):
         self._sleeps_until = -math.inf
         self._line: deque[threading.Condition] = deque()  # submitters waiting for room, first come first served
         self._make_refusal: Callable[[], InferenceError] | None = None  # None while open
-        self._logged: set[type[BaseException]] = set()
         self._thread = threading.Thread(target=self._run_thread, name=name, daemon=True)
         self._thread.start()
         atexit.register(self._at_exit)
@@ -205,11 +163,11 @@ class BatchScheduler(Generic[T, R]):
             raise CallerError(f"scheduler {self._name} belongs to process {self._pid}: make a new one after a fork")
         lane, nbytes = self._lane(sample, mode), self._nbytes(sample)
         deadline_at = math.inf if deadline_s is None else self._clock() + deadline_s
-        waits = [s for s in (timeout_s, deadline_s) if s is not None] if block else [0.0]
+        waits = [s for s in (timeout_s, deadline_s, threading.TIMEOUT_MAX) if s is not None] if block else [0.0]
         future: _ItemFuture[R] = _ItemFuture(self._withdraw, self._on_batch_thread)
         with self._lock:
             try:
-                self._admit(nbytes, min(waits, default=threading.TIMEOUT_MAX))
+                self._admit(nbytes, min(waits))
             except InferenceError:
                 self._queue.refused += 1
                 raise
@@ -227,7 +185,12 @@ class BatchScheduler(Generic[T, R]):
     def statistics(self) -> SchedulerStatistics:
         """Returns the counters and gauges, all of one moment."""
         with self._lock:
-            return self._queue.statistics(self._clock(), accepting=self._make_refusal is None)
+            return self._queue.statistics(
+                self._clock(),
+                accepting=self._make_refusal is None,
+                forward_calls=self._forward.calls,
+                forward_s=self._forward.seconds,
+            )
 
     def close(self, *, drain_s: float = 30.0) -> None:
         """Refuses new work, computes what is queued, and after `drain_s` fails the rest with `ServerClosed`.
@@ -266,29 +229,30 @@ class BatchScheduler(Generic[T, R]):
 
     def _admit(self, nbytes: int, wait_s: float) -> None:
         """Returns once there is room and nobody older waits for it, or raises."""
-
-        def may_enter() -> bool:
-            return (not self._line or self._line[0] is turn) and self._queue.has_room(nbytes)
-
-        turn = threading.Condition(self._lock)
-        if nbytes > self._queue.max_bytes:
-            raise BadRequest(
-                f"a sample of {nbytes} bytes exceeds max_queued_bytes={self._queue.max_bytes}: raise that limit",
-                nbytes=nbytes,
-            )
-        entered = self._make_refusal is not None or may_enter()
-        # The batch thread must not wait for room: only itself makes any.
-        if not entered and wait_s > 0 and not self._on_batch_thread():
-            self._line.append(turn)
-            try:
-                entered = turn.wait_for(lambda: self._make_refusal is not None or may_enter(), wait_s)
-            finally:
-                self._line.remove(turn)
         if self._make_refusal is not None:
             raise self._make_refusal()
-        if not entered:
+        if nbytes > self._queue.max_bytes:
+            limit = self._queue.max_bytes
+            raise BadRequest(f"a sample of {nbytes} bytes exceeds max_queued_bytes={limit}: raise it", nbytes=nbytes)
+        if not self._line and self._queue.has_room(nbytes):
+            return
+        # The batch thread must not wait for room: only itself makes any.
+        if wait_s <= 0 or self._on_batch_thread() or not self._wait_in_line(nbytes, wait_s):
             queued = self._queue.queued
             raise QueueFull(f"scheduler {self._name} has {queued} items queued: try again later", queued=queued)
+        if self._make_refusal is not None:
+            raise self._make_refusal()
+
+    def _wait_in_line(self, nbytes: int, wait_s: float) -> bool:
+        turn = threading.Condition(self._lock)
+        self._line.append(turn)
+        try:
+            return turn.wait_for(
+                lambda: self._make_refusal is not None or (self._line[0] is turn and self._queue.has_room(nbytes)),
+                wait_s,
+            )
+        finally:
+            self._line.remove(turn)
 
     def _call_next(self) -> None:
         if self._line and self._queue.has_room(0):
@@ -324,7 +288,7 @@ class BatchScheduler(Generic[T, R]):
                     self._step()
         except BaseException as error:
             logger.critical("%s: the batch thread ended", self._name, exc_info=True)
-            self._break(error)
+            self._break(describe(error, FailureKind.FATAL).make_error)
 
     def _wait_until_due(self) -> bool:
         """Returns True when a batch or an expiry is due, False when the thread has nothing left to do."""
@@ -352,24 +316,71 @@ class BatchScheduler(Generic[T, R]):
         todo, calls = [items], 0
         while todo:
             items = self._drop_answered(todo.pop())
-            half = len(items) // 2
             if not items:
                 continue
-            if len(items) > self._queue.limit(items[0].lane):
-                todo += [items[half:], items[:half]]
+            if calls > self._retry_budget:
+                text = f"undecided after {calls} forward passes of a batch that fails: submit it again"
+                self._deliver((item, ForwardError(text)) for item in items)
                 continue
-            outcome = self._call_forward(items)
+            halves = [items[len(items) // 2 :], items[: len(items) // 2]]
+            if len(items) > self._queue.limit(items[0].lane):
+                todo += halves
+                continue
             calls += 1
-            if not isinstance(outcome, _Failure):
+            outcome = self._forward([item.sample for item in items], [item.mode for item in items])
+            if not isinstance(outcome, Failure):
                 self._deliver(zip(items, outcome, strict=True))
             elif outcome.kind is FailureKind.FATAL:
-                self._break(outcome.make_error())
+                self._break(outcome.make_error)
             elif outcome.kind is None or len(items) == 1:
                 self._deliver((item, outcome.make_error()) for item in items)
-            elif calls > self._retry_budget:
-                for rest in [items, *todo]:
-                    ...
             else:
                 if outcome.kind is FailureKind.OUT_OF_MEMORY:
-                    self._queue.lower_limit(items[0].lane, len(items) - half)
-                todo += [items[half:], items[:half]]
+                    self._queue.lower_limit(items[0].lane, len(halves[0]))
+                todo += halves
+
+    def _drop_answered(self, items: list[Item[T, R]]) -> list[Item[T, R]]:
+        """Leaves out what `close` has answered, and what has expired since it was cut."""
+        with self._lock:
+            now = self._clock()
+            items = [item for item in items if self._queue.is_open(item)]
+        self._expire([item for item in items if item.deadline_at <= now])
+        return [item for item in items if item.deadline_at > now]
+
+    def _deliver(self, answers: Iterable[tuple[Item[T, R], R | InferenceError]]) -> None:
+        """Answers items that have no answer yet; never raises."""
+        with self._lock:
+            mine = [
+                (item.future, answer)
+                for item, answer in answers
+                if self._queue.settle(item, answer if isinstance(answer, InferenceError) else None)
+            ]
+        for future, answer in mine:
+            try:
+                if isinstance(answer, InferenceError):
+                    future.set_exception(answer)
+                else:
+                    future.set_result(answer)
+            except BaseException:
+                # A callback left with SystemExit or the like: that is not the scheduler's end, nor its neighbours'.
+                logger.exception("%s: a callback of a future failed", self._name)
+
+    def _expire(self, items: list[Item[T, R]]) -> None:
+        text = "not computed before its deadline: allow more time or send less at once"
+        self._deliver((item, DeadlineExceeded(text)) for item in items)
+
+    def _fail_all(self, make_error: Callable[[], InferenceError]) -> None:
+        with self._lock:
+            items = self._queue.claim_all()
+        self._deliver((item, make_error()) for item in items)
+
+    def _break(self, make_error: Callable[[], InferenceError]) -> None:
+        with self._lock:
+            self._stop_admitting(make_error)
+        self._fail_all(make_error)
+
+
+def _check_whole_numbers(least: int = 1, **settings: object) -> None:
+    for name, value in settings.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ConfigError(f"{name} is {value!r}: give a whole number, {least} or more", **{name: value})

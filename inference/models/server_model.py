@@ -44,7 +44,7 @@ class BaseServerModel:
     ) -> None:
         path = Path(directory) / checkpoint
         self.manifest: ArtifactManifest = load_manifest(path)
-        if self.manifest.spec != spec:
+        if self.manifest.spec.recipe() != spec.recipe():
             raise ModelContractError(f"{checkpoint} implements another spec than {spec.model_name} {spec.version}")
         self._spec = spec
         self._fixed_batch = fixed_batch

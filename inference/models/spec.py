@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from inference.contract import OutputSpec
 from inference.errors import ConfigError
@@ -39,6 +39,20 @@ class TileSpec(_Record):
         return self
 
 
+class HeatmapSpec(_Record):
+    """A prediction drawn as a heatmap, and the values that its colours span."""
+
+    output: str
+    low: float = 0.0
+    high: float = 1.0
+
+    @model_validator(mode="after")
+    def _spans_something(self) -> "HeatmapSpec":
+        if self.low >= self.high:
+            raise ValueError(f"heatmap {self.output}: low {self.low} must be below high {self.high}")
+        return self
+
+
 class ModelSpec(_Record):
     """A model's identity, input and output. Constants have a public source, named in `weights_source`."""
 
@@ -61,6 +75,7 @@ class ModelSpec(_Record):
     prediction_names: tuple[str, ...] = ()
     output_type: Literal["embedding", "prediction", "prediction_with_embedding"] = "embedding"
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    heatmaps: tuple[HeatmapSpec, ...] = ()
 
     @model_validator(mode="after")
     def _has_an_output(self) -> "ModelSpec":
@@ -70,7 +85,13 @@ class ModelSpec(_Record):
             raise ValueError(f"output_type {self.output_type} needs prediction_names")
         if len(set(self.prediction_names)) != len(self.prediction_names):
             raise ValueError("prediction_names has the same name twice")
+        if unknown := {heatmap.output for heatmap in self.heatmaps} - set(self.prediction_names):
+            raise ValueError(f"heatmaps name {', '.join(sorted(unknown))}, which is no prediction of this model")
         return self
+
+    def recipe(self) -> dict[str, JsonValue]:
+        """The part of the spec that defines the model's numbers: how they are drawn does not."""
+        return self.model_dump(mode="json", exclude={"heatmaps"})
 
     @property
     def input_shape(self) -> tuple[int, int, int]:

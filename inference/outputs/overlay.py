@@ -49,7 +49,7 @@ def draw_overlay(
     predicted = raster.validity[at] == Validity.PREDICTED
     picture[predicted] = _tint(thumbnail[predicted], raster.values[at][predicted], low, high)
     failed = _failed_pixels(raster, (height, width), slide_size)
-    line = max(2, round(max(height, width) / 500))
+    line = max(2, round(max(height, width) / 400))
     _hatch(picture, failed, line)
 
     legend = _Legend(
@@ -66,7 +66,7 @@ def preview(image: Image.Image, max_bytes: int = 48_000) -> bytes:
         small.thumbnail((side, side), Image.Resampling.LANCZOS)
         for quality in (90, 82, 74, 66, 58, 50, 40):
             data = io.BytesIO()
-            small.save(data, "JPEG", quality=quality, subsampling="4:4:4", optimize=True)
+            small.save(data, "JPEG", quality=quality, subsampling="4:4:4")
             if data.tell() <= max_bytes or side <= 32:
                 return data.getvalue()
         side = side * 4 // 5

@@ -106,6 +106,11 @@ class GlobPattern:
     def __init__(self, segments: Sequence[str]) -> None:
         self._segments = tuple(segments)
 
+    @property
+    def suffix(self) -> str:
+        """Lower-case suffix that the last segment asks for, '' where it asks for none."""
+        return Path(self._segments[-1]).suffix.lower()
+
     def start(self) -> frozenset[int]:
         """State at the folder that the pattern is relative to."""
         return self._closed({0})
@@ -139,7 +144,9 @@ class GlobPattern:
 EVERYTHING = GlobPattern(("**",))
 
 
-def list_files(folder: Path, *, boundary: Path, pattern: GlobPattern = EVERYTHING) -> tuple[list[Path], list[Skipped]]:
+def list_files(
+    folder: Path, *, boundary: Path, pattern: GlobPattern = EVERYTHING, recursive: bool = True
+) -> tuple[list[Path], list[Skipped]]:
     """Regular non-hidden files under `folder`, sorted by posix path; a file reached by two names is listed once.
 
     Links to files are followed only where they end under `boundary`; linked folders are not entered. A file itself
@@ -159,7 +166,8 @@ def list_files(folder: Path, *, boundary: Path, pattern: GlobPattern = EVERYTHIN
                 continue
             path = current / entry.name
             if entry.is_dir(follow_symlinks=False):
-                todo.append((path, after))
+                if recursive:
+                    todo.append((path, after))
             elif pattern.accepts(after):
                 problem = _refusal(entry, path, boundary)
                 if problem is None:

@@ -73,7 +73,7 @@ def _csv_records(data: bytes) -> Iterator[dict[str, object]]:
         wanted = _wanted(header)
         number = 0
         for cells in reader:
-            if not cells:
+            if not any(cells):  # spreadsheets leave lines of commas behind
                 continue
             number += 1
             if len(cells) != len(header):
@@ -121,7 +121,11 @@ def _row(number: int, record: dict[str, object]) -> CohortRow:
 
 def _mpp(value: object) -> float | None:
     """µm/px of level 0; empty, null and a table's NaN mean that none is given."""
-    if value is None or (isinstance(value, float) and math.isnan(value)) or (isinstance(value, str) and not value.strip()):
+    if (
+        value is None
+        or (isinstance(value, float) and math.isnan(value))
+        or (isinstance(value, str) and not value.strip())
+    ):
         return None
     try:
         number = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]  # any number or text

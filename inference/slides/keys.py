@@ -56,7 +56,7 @@ def check_key(key: str) -> str:
     """
     if not KEY_PATTERN.fullmatch(key) or ".." in key:
         raise ConfigError(
-            "a slide key has 1 to 128 of the characters A-Z a-z 0-9 . _ -, starts with a letter or digit and has no '..'"
+            "a slide key has 1 to 128 characters of A-Z a-z 0-9 . _ -, starts with a letter or digit and has no '..'"
         )
     if key.casefold().endswith(".work"):
         raise ConfigError("a slide key must not end in '.work': the store keeps unfinished work under that name")

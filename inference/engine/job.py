@@ -1,0 +1,209 @@
+"""One slide on its way through the stages: what it is, what is done already, and how a result is committed."""
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, Protocol, Self
+
+from pydantic import JsonValue
+
+from inference.engine.settings import Settings, Stage
+from inference.errors import MissingResult, SlideChanged
+from inference.models.spec import ModelSpec
+from inference.slides.discovery import SlideRef
+from inference.slides.grid import TileGrid
+from inference.slides.identity import SlideIdentity, same_content, slide_identity, stamp
+from inference.slides.reader import SlideReader, open_slide
+from inference.slides.resolution import ReadPlan, SlideResolution, plan_reading, resolve_mpp
+from inference.slides.sampling import make_grid
+from inference.store.manifest import Counts, Manifest
+from inference.store.store import Address, Store
+
+
+class Progress(Protocol):
+    """Told how far a stage of a slide is; called from one thread, at most once per tile."""
+
+    def __call__(self, key: str, stage: Stage, done: int, total: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What a stage found out about the result it wrote into its work folder."""
+
+    status: Literal["ok", "ok with failures", "empty"] = "ok"
+    reason: str | None = None
+    counts: Counts = field(default_factory=Counts)
+    summary: dict[str, JsonValue] = field(default_factory=dict)
+    execution: dict[str, JsonValue] = field(default_factory=dict)
+    timings: dict[str, JsonValue] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """One finished result of a slide.
+
+    Attributes:
+        model: the model it belongs to; None where models share it.
+        reused: it was in the store already, for this recipe and this content.
+    """
+
+    stage: Stage
+    model: str | None
+    folder: Path
+    manifest: Manifest
+    reused: bool
+
+
+class SlideJob:
+    """A slide opened for a run. A context manager; used from one thread (its reader may be read from several)."""
+
+    def __init__(self, ref: SlideRef, store: Store, settings: Settings, progress: Progress) -> None:
+        self.ref, self.store, self.settings, self.progress = ref, store, settings, progress
+        self._reader: SlideReader | None = None
+        self._stamp = stamp(ref)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._reader is not None:
+            self._reader.close()
+
+    @property
+    def reader(self) -> SlideReader:
+        """The opened slide.
+
+        Raises:
+            UnreadableSlide: it does not open.
+        """
+        if self._reader is None:
+            self._reader = open_slide(self.ref.path, self.ref.name)
+        return self._reader
+
+    @cached_property
+    def identity(self) -> SlideIdentity:
+        """Content of the slide's files, as they are in this run."""
+        return slide_identity(self.ref, self.reader.quickhash)
+
+    @cached_property
+    def resolution(self) -> SlideResolution:
+        """Level-0 µm/px and its source.
+
+        Raises:
+            UnknownResolution: there is none.
+        """
+        reader = self.reader
+        return resolve_mpp(
+            self.ref.name,
+            reader.mpp,
+            reader.objective_power,
+            cohort_mpp=self.ref.mpp,
+            fallback_mpp=self.settings.mpp,
+        )
+
+    def plan(self, spec: ModelSpec) -> ReadPlan:
+        """Which pixels the model gets.
+
+        Raises:
+            ResolutionTooCoarse: the slide has too few.
+        """
+        return plan_reading(
+            self.ref.name,
+            self.reader.level_sizes,
+            self.resolution.mpp,
+            spec.tile_spec.resolution,
+            kernel=spec.tile_spec.kernel,
+            allow_upsampling=self.settings.allow_upsampling,
+        )
+
+    def grid(self, spec: ModelSpec) -> TileGrid:
+        """The model's tile grid on this slide."""
+        size = self.reader.level_sizes[0]
+        return make_grid(size, self.resolution.mpp, self.plan(spec), spec.tile_spec.size, spec.tile_spec.stride)
+
+    @property
+    def inputs(self) -> dict[str, JsonValue]:
+        """What was said of the slide from outside, and decides together with its content."""
+        return {
+            "mpp": list(self.resolution.mpp),
+            "mpp_source": self.resolution.source,
+            "allow_upsampling": self.settings.allow_upsampling,
+        }
+
+    def finished(self, address: Address) -> Manifest | None:
+        """The result at an address, if it was made from this very slide with these inputs."""
+        manifest = self.store.read(address)
+        if manifest is None or manifest.inputs != self.inputs:
+            return None
+        recorded = SlideIdentity.from_json(manifest.identity)
+        return manifest if same_content(recorded, self.ref, self.reader.quickhash) else None
+
+    def require(self, address: Address, needed: str) -> Path:
+        """Folder of a finished earlier result.
+
+        Raises:
+            MissingResult: it is not there for this recipe and content.
+        """
+        if self.finished(address) is None:
+            raise MissingResult(
+                f"{self.ref.name}: {needed} needs {address.stage}/{address.name}, which is not in the store for this "
+                "slide and these settings: run that stage first, or all of them"
+            )
+        return self.store.path(address)
+
+    def ensure(
+        self, stage: Stage, address: Address, compute: Callable[[Path], Draft], *, model: str | None = None
+    ) -> StageResult:
+        """The result at an address: as it is if it is finished, else computed and committed.
+
+        Raises:
+            PartitionBusy: another process is computing it.
+            SlideChanged: the slide's files changed meanwhile; nothing is committed.
+        """
+        folder = self.store.path(address)
+        if manifest := self.finished(address):
+            return StageResult(stage, model, folder, manifest, reused=True)
+        with self.store.lock(address, self.settings.lock_wait_s):
+            if manifest := self.finished(address):  # by whoever held the lock
+                return StageResult(stage, model, folder, manifest, reused=True)
+            started, clock = time.time(), time.monotonic()
+            with self.store.work(address) as work:
+                draft = compute(work)
+                self._refuse_changed()
+                manifest = self.store.publish(
+                    address,
+                    work,
+                    Manifest(
+                        stage=address.stage,
+                        name=address.name,
+                        slide_key=self.ref.key,
+                        recipe=address.recipe,
+                        recipe_digest=address.digest,
+                        execution=draft.execution,
+                        identity=self.identity.to_json(hidden=self.ref.hidden),
+                        inputs=self.inputs,
+                        status=draft.status,
+                        reason=draft.reason,
+                        counts=draft.counts,
+                        summary=draft.summary,
+                        run={
+                            "host": socket.gethostname(),
+                            "pid": os.getpid(),
+                            "started": round(started, 3),
+                            "seconds": round(time.monotonic() - clock, 3),
+                            "timings": draft.timings,
+                        },
+                    ),
+                )
+        return StageResult(stage, model, folder, manifest, reused=False)
+
+    def _refuse_changed(self) -> None:
+        if stamp(self.ref) != self._stamp:
+            raise SlideChanged(
+                f"{self.ref.name}: the file changed while it was being processed (still being copied?): nothing was "
+                "kept; run again when it is complete"
+            )

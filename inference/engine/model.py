@@ -1,0 +1,85 @@
+"""A model as the engine holds it: known from its manifest at once, loaded when the first tile needs it."""
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, cast
+
+from inference.batching import BatchScheduler
+from inference.engine.settings import Settings
+from inference.models.artifact import ArtifactManifest
+from inference.models.registry import Checkpoint
+from inference.models.sample import Mode, PreparedSample, TileOutput
+from inference.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from inference.models.server_model import BaseServerModel
+
+
+class EngineModel:
+    """One model and its batch queue; `loads` counts how often the checkpoint was loaded (once, or never)."""
+
+    def __init__(self, checkpoint: Checkpoint, settings: Settings) -> None:
+        self._checkpoint, self._settings = checkpoint, settings
+        self._lock = threading.Lock()
+        self._loaded: BaseServerModel | None = None
+        self._scheduler: BatchScheduler[PreparedSample, TileOutput] | None = None
+        self.loads = 0
+
+    @property
+    def manifest(self) -> ArtifactManifest:
+        return self._checkpoint.manifest
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.manifest.spec
+
+    @property
+    def server(self) -> "BaseServerModel":
+        """The loaded model."""
+        with self._lock:
+            if self._loaded is None:
+                # torch takes seconds to import: a run that finds everything done never needs it.
+                from inference.models.server_model import load_server_model
+
+                self._loaded = load_server_model(
+                    self._checkpoint, self._settings.device, fixed_batch=self._settings.batch_size
+                )
+                self.loads += 1
+            return self._loaded
+
+    @property
+    def scheduler(self) -> "BatchScheduler[PreparedSample, TileOutput]":
+        """The queue into which every slide of this run feeds its tiles."""
+        server = self.server
+        with self._lock:
+            if self._scheduler is None:
+
+                def forward(samples: Sequence[PreparedSample], modes: Sequence[str]) -> Sequence[TileOutput]:
+                    return cast("Sequence[TileOutput]", server.forward_tiles(samples, cast("Sequence[Mode]", modes)))
+
+                size = self._settings.batch_size
+                self._scheduler = BatchScheduler(
+                    forward,
+                    max_batch_size=size,
+                    max_wait_s=FILL_WAIT_S,
+                    max_queued_items=4 * size,
+                    nbytes=lambda sample: sample.nbytes,
+                    name=self.spec.model_name,
+                )
+            return self._scheduler
+
+    def submit(self, sample: PreparedSample) -> "Future[TileOutput]":
+        """Queue one tile for every head the model has; waits while the queue is full."""
+        return self.scheduler.submit(sample, self.spec.output_type)
+
+    def close(self) -> None:
+        """Stop the queue and let the model go."""
+        with self._lock:
+            if self._scheduler is not None:
+                self._scheduler.close()
+            self._scheduler = self._loaded = None
+
+
+FILL_WAIT_S = 5.0
+"""How long a batch may wait to fill; a slide that has no more tiles flushes instead of waiting."""

@@ -1,0 +1,153 @@
+"""The stage that runs the model: reader threads feed the batch queue, results go to disk in tile order."""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import JsonValue
+
+from inference.engine.job import Draft, SlideJob
+from inference.engine.model import EngineModel
+from inference.engine.recipes import Addresses, execution
+from inference.engine.results import FailedTile, ResultTables, TileStage
+from inference.engine.survey import read_tiles
+from inference.errors import (
+    BadRequest,
+    MissingPixels,
+    NonFiniteOutput,
+    TileFailure,
+    TooManyTileFailures,
+)
+from inference.models.sample import PreparedSample, TileOutput
+from inference.slides.sampling import TileSampler
+from inference.store.manifest import Counts
+
+MAX_MISSING = 0.5
+"""Share of a tile that may have no pixels in the slide before the tile fails."""
+
+
+def predict_tiles(job: SlideJob, model: EngineModel, at: Addresses, work: Path) -> Draft:
+    """Stage `predict`: one pass over the planned tiles for every head of the model.
+
+    Raises:
+        TooManyTileFailures: beyond the failure budget, or no tile went well.
+    """
+    row, col, x, y = read_tiles(job.require(at.tiles, "predict"))
+    grid = job.grid(model.spec)
+    feed = _Feed(job, model, TileSampler(job.reader, job.plan(model.spec), grid))
+    forward_before = model.scheduler.statistics().forward_s if len(row) else 0.0
+    clock = time.monotonic()
+    with ResultTables(work, model.spec, {"slide_key": job.ref.key, "recipe_digest": at.predict.digest}) as tables:
+        for i, result in enumerate(feed.results([*zip(row.tolist(), col.tolist(), strict=True)])):
+            tables.add((int(row[i]), int(col[i]), int(x[i]), int(y[i])), result)
+            job.progress(job.ref.key, "predict", i + 1, len(row))
+    counts = Counts(grid=grid.n_rows * grid.n_cols, planned=len(row), ok=tables.n_ok, failed=len(row) - tables.n_ok)
+    _check_budget(job, counts, tables.failures)
+    seconds = time.monotonic() - clock
+    forward_s = model.scheduler.statistics().forward_s - forward_before if len(row) else 0.0
+    return Draft(
+        status="empty" if not len(row) else "ok with failures" if counts.failed else "ok",
+        reason=_tiles_reason(job, at) if not len(row) else None,
+        counts=counts,
+        summary={"failed_tiles": tables.failed_summary()},
+        execution=execution(model.manifest, job.settings, job.reader.kind)
+        | ({"rows_independent": model.server.rows_independent} if len(row) else {}),
+        timings=_timings(len(row), seconds, feed.read_s / job.settings.readers, forward_s, tables.write_s),
+    )
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A tile that was read, or why it was not."""
+
+    sample: PreparedSample | None
+    failure: FailedTile | None
+    seconds: float
+
+
+class _Feed:
+    """Reads tiles ahead in threads, submits them in order, and hands back results in order."""
+
+    def __init__(self, job: SlideJob, model: EngineModel, sampler: TileSampler) -> None:
+        self._job, self._model, self._sampler = job, model, sampler
+        self.read_s = 0.0
+
+    def results(self, tiles: list[tuple[int, int]]) -> Iterator[TileOutput | FailedTile]:
+        """One result per tile. A failed tile touches no other; what breaks everything is raised."""
+        ahead = 2 * self._job.settings.batch_size + self._job.settings.readers
+        in_flight: deque[Future[TileOutput] | FailedTile] = deque()
+        with ThreadPoolExecutor(self._job.settings.readers, thread_name_prefix="read") as pool:
+            try:
+                reads: deque[Future[_Read]] = deque()
+                for tile in tiles:
+                    reads.append(pool.submit(self._read, *tile))
+                    if len(reads) > ahead:
+                        in_flight.append(self._submit(reads.popleft().result()))
+                    if len(in_flight) > 2 * ahead:
+                        yield _outcome(in_flight.popleft())
+                while reads:
+                    in_flight.append(self._submit(reads.popleft().result()))
+                if in_flight:
+                    self._model.scheduler.flush()
+                while in_flight:
+                    yield _outcome(in_flight.popleft())
+            finally:
+                pool.shutdown(wait=True, cancel_futures=True)
+
+    def _read(self, row: int, col: int) -> _Read:
+        clock = time.monotonic()
+        stage: TileStage = "read"
+        try:
+            tile = self._sampler.read(row, col)
+            if tile.missing_fraction > MAX_MISSING:
+                raise MissingPixels(f"{tile.missing_fraction:.0%} of the tile has no pixels in the slide")
+            stage = "prepare"
+            sample = self._model.server.prepare_tile(tile.rgb)
+        except (TileFailure, BadRequest) as error:
+            return _Read(None, FailedTile.of(error, stage), time.monotonic() - clock)
+        return _Read(sample, None, time.monotonic() - clock)
+
+    def _submit(self, read: _Read) -> Future[TileOutput] | FailedTile:
+        self.read_s += read.seconds
+        if read.sample is None:
+            assert read.failure is not None, "a read has a sample or a failure"
+            return read.failure
+        return self._model.submit(read.sample)
+
+
+def _outcome(item: Future[TileOutput] | FailedTile) -> TileOutput | FailedTile:
+    if isinstance(item, FailedTile):
+        return item
+    try:
+        return item.result()
+    except TileFailure as error:
+        return FailedTile.of(error, "output" if isinstance(error, NonFiniteOutput) else "forward")
+
+
+def _check_budget(job: SlideJob, counts: Counts, failures: list[tuple[tuple[int, int, int, int], FailedTile]]) -> None:
+    budget = job.settings.failure_budget(counts.planned)
+    if counts.failed <= budget and (counts.ok or not counts.planned):
+        return
+    (row, col, x, y), first = failures[0]
+    raise TooManyTileFailures(
+        f"{job.ref.name}: {counts.failed} of {counts.planned} tiles failed (allowed: {budget}); the first: row {row}, "
+        f"col {col} at ({x}, {y}), {first.stage}: {first.message}",
+        failures=failures,
+    )
+
+
+def _tiles_reason(job: SlideJob, at: Addresses) -> str | None:
+    manifest = job.store.read(at.tiles)
+    return manifest.reason if manifest else None
+
+
+def _timings(tiles: int, seconds: float, reading: float, forward: float, writing: float) -> dict[str, JsonValue]:
+    """Seconds each stage was busy, the rate, and the stage that bounds it."""
+    busy = {"reading": reading, "forward": forward, "writing": writing}
+    found: dict[str, JsonValue] = {f"{name}_s": round(s, 3) for name, s in busy.items()}
+    if tiles:
+        found |= {"tiles_per_s": round(tiles / max(seconds, 1e-9), 1), "bound_by": max(busy, key=lambda k: busy[k])}
+    return found

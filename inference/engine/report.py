@@ -1,0 +1,126 @@
+"""What the store knows of each slide, gathered for people: the cohort's report."""
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+from pydantic import JsonValue
+
+from inference.engine.chain import Chain
+from inference.engine.recipes import Addresses
+from inference.models.spec import ModelSpec
+from inference.outputs.report import FailedTiles, SlideReport, write_report
+from inference.slides.discovery import SlideRef
+from inference.store.manifest import Manifest
+from inference.store.store import Address, FailureRecord
+
+
+def write_cohort_report(path: Path, title: str, chain: Chain, refs: Iterable[SlideRef]) -> list[SlideReport]:
+    """Write one HTML file over the slides of a cohort, from what lies in the store; returns what it says.
+
+    A slide that was never run appears as failed with that reason, so that nothing is silently absent.
+    """
+    slides = [_slide(chain, ref, at, model.spec) for ref in refs for model, at in chain.addresses(ref.key)]
+    run = {
+        "models": ", ".join(f"{m.spec.model_name} {m.spec.version}" for m in chain.models),
+        "slide-inference": version("slide-inference"),
+    }
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    write_report(path, title, slides, generated=now, run=run)
+    return slides
+
+
+def _slide(chain: Chain, ref: SlideRef, at: Addresses, spec: ModelSpec) -> SlideReport:
+    store = chain.store
+    failure = store.failure(ref.key)
+    info, tiles, predict, prediction = (store.read(a) for a in (at.info, at.tiles, at.predict, at.prediction))
+    heatmaps = [a for a in map(at.heatmap, chain.heatmaps_of(spec)) if store.read(a)]
+    last = predict or tiles
+    status = "failed" if failure or predict is None else predict.status
+    return SlideReport(
+        key=ref.key,
+        name=ref.name,
+        status=status,
+        reason=_reason(failure, predict),
+        n_grid=last.counts.grid if last else 0,
+        n_planned=last.counts.planned if last else 0,
+        n_ok=predict.counts.ok if predict else 0,
+        n_failed=predict.counts.failed if predict else 0,
+        tissue_share=_number(tiles, "tissue_share"),
+        mpp=_pair(info),
+        mpp_source=info.inputs["mpp_source"] if info else None,  # type: ignore[arg-type]  # one of three
+        level=_level(tiles),
+        tiles_per_s=_timing(predict, "tiles_per_s"),  # type: ignore[arg-type]
+        bound_by=_timing(predict, "bound_by"),  # type: ignore[arg-type]
+        failures=_failed_tiles(predict, failure),
+        prediction=prediction.summary["outputs"] if prediction else {},  # type: ignore[arg-type]
+        overlay=store.path(heatmaps[0]) / "overlay.png" if heatmaps else None,
+        files=_files(chain, at, heatmaps),
+        digests={"predict": at.predict.digest[:12], "tiles": at.tiles.digest[:12]},
+    )
+
+
+def _reason(failure: FailureRecord | None, predict: Manifest | None) -> str | None:
+    if failure is not None:
+        return failure.message
+    if predict is None:
+        return "not run yet with these settings"
+    return predict.reason
+
+
+def _failed_tiles(predict: Manifest | None, failure: FailureRecord | None) -> tuple[FailedTiles, ...]:
+    if failure is not None:
+        return tuple(FailedTiles(*row) for row in failure.tiles)
+    found = predict.summary.get("failed_tiles", []) if predict else []
+    assert isinstance(found, list), "a list of failed tiles by code"
+    return tuple(_failed_group(group) for group in found)
+
+
+def _failed_group(group: JsonValue) -> FailedTiles:
+    assert isinstance(group, dict), "one group of failed tiles"
+    e = group["example"]
+    assert isinstance(e, dict), "its example"
+    where = f"row {e['row']}, col {e['col']} at ({e['x']}, {e['y']})"
+    return FailedTiles(f"{group['stage']}: {group['code']}", int(str(group["count"])), f"{where}: {e['message']}")
+
+
+def _files(chain: Chain, at: Addresses, heatmaps: list[Address]) -> dict[str, Path]:
+    wanted = [
+        ("embeddings", at.predict, "embeddings.parquet"),
+        ("predictions", at.predict, "predictions.parquet"),
+        ("failed tiles", at.predict, "failures.parquet"),
+        ("slide features", at.features, "slide_features.parquet"),
+        ("slide prediction", at.prediction, "slide_prediction.json"),
+        *(("heatmap for viewers", a, "heatmap.tif") for a in heatmaps),
+        *(("heatmap for analysis", a, "heatmap.ome.tif") for a in heatmaps),
+    ]
+    paths = ((label, chain.store.path(address) / name) for label, address, name in wanted)
+    return {label: path for label, path in paths if path.is_file()}
+
+
+def _number(manifest: Manifest | None, name: str) -> float | None:
+    value = manifest.summary.get(name) if manifest else None
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _timing(manifest: Manifest | None, name: str) -> JsonValue:
+    timings = manifest.run.get("timings") if manifest else None
+    return timings.get(name) if isinstance(timings, dict) else None
+
+
+def _pair(info: Manifest | None) -> tuple[float, float] | None:
+    mpp = info.inputs["mpp"] if info else None
+    return (float(str(mpp[0])), float(str(mpp[1]))) if isinstance(mpp, list) else None
+
+
+def _level(tiles: Manifest | None) -> str | None:
+    if tiles is None:
+        return None
+    level, reduction, resample = (tiles.summary[k] for k in ("level", "reduction", "resample"))
+    parts = [str(level)]
+    if reduction != 1:
+        parts.append(f"reduced {reduction}x")
+    if resample != "none":
+        parts.append("enlarged" if resample == "bilinear" else "resampled")
+    return ", ".join(parts)

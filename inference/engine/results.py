@@ -1,0 +1,141 @@
+"""Result tables of one slide: embeddings, predictions, failures."""
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Self
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from pydantic import JsonValue
+
+from inference.errors import InferenceError
+from inference.models.sample import TileOutput
+from inference.models.spec import ModelSpec
+from inference.store.tables import SHARD, TableWriter, vectors
+
+TileStage = Literal["read", "prepare", "forward", "output"]
+TileKeys = tuple[int, int, int, int]
+"""Row, column, x, y."""
+
+_KEYS = [
+    pa.field("row", pa.int32(), nullable=False),
+    pa.field("col", pa.int32(), nullable=False),
+    pa.field("x", pa.int64(), nullable=False),
+    pa.field("y", pa.int64(), nullable=False),
+]
+
+FAILURES_SCHEMA = pa.schema(
+    [
+        *_KEYS,
+        pa.field("stage", pa.string(), nullable=False),
+        pa.field("code", pa.string(), nullable=False),
+        pa.field("message", pa.string(), nullable=False),
+        pa.field("retryable", pa.bool_(), nullable=False),
+        pa.field("attempts", pa.int32(), nullable=False),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class FailedTile:
+    """Why a tile has no result."""
+
+    stage: TileStage
+    code: str
+    message: str
+    retryable: bool
+    attempts: int = 1
+
+    @classmethod
+    def of(cls, error: InferenceError, stage: TileStage) -> "FailedTile":
+        """From the error that a stage raised; a read is tried twice, on a fresh handle the second time."""
+        return cls(stage, error.code, error.message, error.retryable, 2 if error.code == "read_error" else 1)
+
+
+class ResultTables:
+    """Writes the three tables shard by shard, in tile order."""
+
+    def __init__(self, folder: Path, spec: ModelSpec, metadata: dict[str, JsonValue]) -> None:
+        self._stack = contextlib.ExitStack()
+        self._heads: dict[str, tuple[TableWriter, int]] = {}
+        for output in spec.outputs:
+            column = pa.field(output.name, pa.list_(pa.float32(), output.shape[0]))
+            schema = pa.schema([*_KEYS, pa.field("status", pa.string(), nullable=False), column])
+            names: dict[str, JsonValue] = {"components": list(output.components)} if output.components else {}
+            writer = TableWriter(folder / f"{output.name}s.parquet", schema, {**metadata, **names})
+            self._heads[output.name] = (self._stack.enter_context(writer), output.shape[0])
+        self._failures = self._stack.enter_context(TableWriter(folder / "failures.parquet", FAILURES_SCHEMA, metadata))
+        self._shard: list[tuple[TileKeys, TileOutput | FailedTile]] = []
+        self.failures: list[tuple[TileKeys, FailedTile]] = []
+        self.n_ok = 0
+        self.write_s = 0.0
+
+    def add(self, keys: TileKeys, result: TileOutput | FailedTile) -> None:
+        """Append one tile's result."""
+        if isinstance(result, FailedTile):
+            self.failures.append((keys, result))
+        else:
+            self.n_ok += 1
+        self._shard.append((keys, result))
+        if len(self._shard) == SHARD:
+            self._flush()
+
+    def failed_summary(self) -> list[JsonValue]:
+        """Failed tiles by stage and code: count and the first as an example."""
+        counts = Counter((failed.stage, failed.code) for _, failed in self.failures)
+        found: list[JsonValue] = []
+        for (stage, code), count in sorted(counts.items()):
+            keys, first = next(f for f in self.failures if (f[1].stage, f[1].code) == (stage, code))
+            example: JsonValue = {"row": keys[0], "col": keys[1], "x": keys[2], "y": keys[3], "message": first.message}
+            found.append({"stage": stage, "code": code, "count": count, "example": example})
+        return found
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        with self._stack:
+            if kind is None:
+                self._flush()
+
+    def _flush(self) -> None:
+        if not self._shard:
+            return
+        clock = time.monotonic()
+        ok = np.array([isinstance(result, TileOutput) for _, result in self._shard])
+        keys = _key_columns([keys for keys, _ in self._shard])
+        status = pa.array(["ok" if good else "failed" for good in ok])
+        for name, (writer, size) in self._heads.items():
+            values = np.zeros((len(ok), size), np.float32)
+            for i, (_, result) in enumerate(self._shard):
+                if isinstance(result, TileOutput):
+                    values[i] = result.embedding if name == "embedding" else result.prediction
+            writer.write({**keys, "status": status, name: vectors(values, ok)})
+        bad = [(keys, result) for keys, result in self._shard if isinstance(result, FailedTile)]
+        if bad:
+            self._failures.write({**_key_columns([keys for keys, _ in bad]), **_failure_columns([f for _, f in bad])})
+        self._shard.clear()
+        self.write_s += time.monotonic() - clock
+
+
+def _key_columns(keys: list[TileKeys]) -> dict[str, pa.Array | NDArray[np.generic]]:
+    row, col, x, y = (np.array(column) for column in zip(*keys, strict=True))
+    return {"row": row.astype(np.int32), "col": col.astype(np.int32), "x": x, "y": y}
+
+
+def _failure_columns(failed: list[FailedTile]) -> dict[str, pa.Array | NDArray[np.generic]]:
+    def column(kind: pa.DataType, get: Callable[[FailedTile], object]) -> pa.Array:
+        return pa.array([get(f) for f in failed], type=kind)
+
+    return {
+        "stage": column(pa.string(), lambda f: f.stage),
+        "code": column(pa.string(), lambda f: f.code),
+        "message": column(pa.string(), lambda f: f.message),
+        "retryable": column(pa.bool_(), lambda f: f.retryable),
+        "attempts": column(pa.int32(), lambda f: f.attempts),
+    }

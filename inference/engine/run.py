@@ -1,0 +1,50 @@
+"""The whole job from Python: one slide, or everything under some paths."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from inference.engine.chain import Chain, SlideOutcome
+from inference.engine.job import Progress
+from inference.engine.settings import Settings
+from inference.errors import ConfigError
+from inference.models.registry import resolve_model
+from inference.slides.discovery import Inventory, discover
+from inference.store.store import Store
+
+
+def run_slide(
+    path: str | Path,
+    model: str,
+    out: str | Path,
+    *,
+    settings: Settings | None = None,
+    progress: Progress | None = None,
+) -> SlideOutcome:
+    """Run one slide through every stage of one model; results lie in the store `out`.
+
+    Raises:
+        ConfigError: the path names no slide, or more than one.
+        UnknownModel: no such model.
+        InferenceError: why the slide failed.
+    """
+    slides = discover([path]).slides
+    if len(slides) != 1:
+        raise ConfigError(f"{path} names {len(slides)} slides: run_slide takes one")
+    with Chain(Store(out), [resolve_model(model)], settings or Settings()) as chain:
+        outcome = chain.run_slide(slides[0], progress=progress)
+    if outcome.error is not None:
+        raise outcome.error
+    return outcome
+
+
+def find_slides(sources: Sequence[str | Path], *, root: Path | None = None, secret: str | None = None) -> Inventory:
+    """Everything under the sources, in order.
+
+    Raises:
+        ConfigError: a source does not exist, or there is no slide at all.
+    """
+    inventory = discover(sources, root=root, secret=secret)
+    if not inventory.slides:
+        reasons = "".join(f"\n  {s.path.name}: {s.reason}" for s in inventory.skipped[:5])
+        raise ConfigError(f"no slide found under {', '.join(map(str, sources))}{reasons}")
+    return inventory
