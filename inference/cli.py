@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeRemainingColumn
 
 from inference.engine.chain import Chain, SlideOutcome
 from inference.engine.report import write_cohort_report
@@ -77,8 +77,8 @@ def _run_all(chain: Chain, inventory: Inventory) -> list[SlideOutcome]:
         for number, ref in enumerate(inventory.slides, 1):
             bar = bars.add_task(f"{number}/{len(inventory.slides)} {ref.name}", total=None)
 
-            def show(key: str, stage: Stage, done: int, total: int, bar: int = bar) -> None:
-                bars.update(bar, completed=done, total=total)  # type: ignore[arg-type]  # a TaskID is an int
+            def show(_key: str, _stage: Stage, done: int, total: int, bar: TaskID = bar) -> None:
+                bars.update(bar, completed=done, total=total)
 
             outcome = chain.run_slide(ref, progress=show)
             bars.remove_task(bar)

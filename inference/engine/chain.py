@@ -177,5 +177,5 @@ def _model_steps(
         yield step("heatmap", at.heatmap(heatmap), partial(draw_heatmap, job, spec, at, heatmap))
 
 
-def _silent(key: str, stage: Stage, done: int, total: int) -> None:
+def _silent(_key: str, _stage: Stage, _done: int, _total: int) -> None:
     """Progress nobody watches."""

@@ -27,7 +27,7 @@ from inference.store.store import Address, Store
 class Progress(Protocol):
     """Told how far a stage of a slide is; called from one thread, at most once per tile."""
 
-    def __call__(self, key: str, stage: Stage, done: int, total: int) -> None: ...
+    def __call__(self, key: str, stage: Stage, done: int, total: int, /) -> None: ...
 
 
 @dataclass(frozen=True)

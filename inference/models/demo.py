@@ -10,7 +10,7 @@ RGB_FROM_HED = ((0.65, 0.70, 0.29), (0.07, 0.99, 0.11), (0.27, 0.57, 0.78))
 Source: Ruifrok and Johnston, Anal Quant Cytol Histol 23 (2001) 291-299, as in scikit-image's `rgb_from_hed`.
 """
 
-HEMATOXYLIN_POSITIVE_OD = 0.25
+HEMATOXYLIN_POSITIVE_OD = 0.35
 """Haematoxylin optical density (base 10) above which a pixel counts as nucleus."""
 
 FLOOR = 1e-6

@@ -30,7 +30,7 @@ class Validity(IntEnum):
     PREDICTED = 3
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HeatmapRaster:
     """One value per cell over the whole slide canvas, with its origin at level-0 pixel (0, 0).
 

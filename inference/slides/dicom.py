@@ -3,7 +3,7 @@
 import io
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydicom.dataset import FileDataset
@@ -29,7 +29,7 @@ _HEADER_BYTES = (256 << 10, 16 << 20)
 class DicomInstance:
     """What discovery needs from the header of one whole-slide microscopy object."""
 
-    path: Path
+    path: Path = field(repr=False)  # a name may be an accession number
     series_uid: str
     instance_uid: str
     is_volume: bool

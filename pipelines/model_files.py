@@ -1,0 +1,81 @@
+"""Which models the pipeline runs: one YAML per model, read without loading any."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from inference.engine.recipes import tiling_name
+from inference.errors import ConfigError
+from inference.models.artifact import load_manifest
+from inference.models.registry import Checkpoint, registered_models, resolve_model
+from inference.models.spec import HeatmapSpec, ModelSpec, load_model_spec
+
+FOLDER = Path(__file__).parent / "models"
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    checkpoint: str
+    heatmaps: tuple[HeatmapSpec, ...] = ()
+
+
+@dataclass(frozen=True)
+class PipelineModel:
+    """A model as the asset graph needs it: what it is called and what it makes."""
+
+    checkpoint: str
+    spec: ModelSpec
+    heatmaps: tuple[HeatmapSpec, ...]
+
+    @property
+    def name(self) -> str:
+        return self.spec.model_name.replace("-", "_").replace(".", "_")
+
+    @property
+    def tiling(self) -> str:
+        return tiling_name(self.spec).replace("-", "_").replace(".", "_")
+
+    def resolve(self) -> Checkpoint:
+        """Its checkpoint; a model that exports itself does so now, if it never did."""
+        return resolve_model(self.checkpoint)
+
+
+def pipeline_models() -> tuple[PipelineModel, ...]:
+    """Models from the YAML files and checkpoints that `SLIDE_MODELS` names, else from `pipelines/models/`.
+
+    Raises:
+        ConfigError: a file that cannot be used, or two models of one name.
+    """
+    configured = [Path(p) for p in os.environ.get("SLIDE_MODELS", "").split(os.pathsep) if p]
+    models = [_load(path) for place in configured or [FOLDER] for path in _files(place)]
+    names = [model.name for model in models]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"more than one model is called {', '.join(sorted(twice))}: rename one or remove its file")
+    if not models:
+        raise ConfigError("no model is configured: put a YAML file into pipelines/models or name one in SLIDE_MODELS")
+    return tuple(models)
+
+
+def _files(place: Path) -> list[Path]:
+    if place.is_dir():
+        return sorted(p for p in place.iterdir() if p.suffix in {".yaml", ".yml", ".pt2"})
+    if place.is_file():
+        return [place]
+    raise ConfigError(f"SLIDE_MODELS names {place}, which does not exist")
+
+
+def _load(path: Path) -> PipelineModel:
+    if path.suffix == ".pt2":
+        return PipelineModel(str(path), load_manifest(path).spec, ())
+    try:
+        file = _File.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except (ValidationError, yaml.YAMLError) as error:
+        raise ConfigError(f"model file {path.name} cannot be used: {error}") from None
+    if file.checkpoint in registered_models():
+        return PipelineModel(file.checkpoint, load_model_spec(file.checkpoint), file.heatmaps)
+    checkpoint = path.parent / file.checkpoint
+    return PipelineModel(str(checkpoint), load_manifest(checkpoint).spec, file.heatmaps)

@@ -1,0 +1,134 @@
+"""Cohort files: only path, mpp and slide_key are read, and every mistake is told by its row."""
+
+import math
+import os
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from inference.errors import ConfigError
+from inference.slides.cohort import CohortRow, is_cohort_file, read_cohort
+
+
+def _csv(folder: Path, text: str | bytes) -> Path:
+    path = folder / "cohort.csv"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def _parquet(folder: Path, columns: dict[str, list[object]]) -> Path:
+    path = folder / "cohort.parquet"
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
+def test_rows_come_in_file_order_with_their_overrides(tmp_path: Path) -> None:
+    text = 'patient,path,mpp,slide_key\nDoe,b.svs,0.25,B1\nRoe,"a, old.svs", ,\nPoe,sub/*.ndpi,0.5,\n'
+    assert read_cohort(_csv(tmp_path, text)) == (
+        CohortRow(1, "b.svs", 0.25, "B1"),
+        CohortRow(2, "a, old.svs", None, None),
+        CohortRow(3, "sub/*.ndpi", 0.5, None),
+    )
+
+
+def test_a_parquet_cohort_reads_like_a_csv_cohort(tmp_path: Path) -> None:
+    columns: dict[str, list[object]] = {
+        "label": ["tumour", "normal", "normal"],
+        "path": ["b.svs", "a.svs", "c.svs"],
+        "mpp": [0.25, None, math.nan],
+        "slide_key": ["B1", None, ""],
+    }
+    assert read_cohort(_parquet(tmp_path, columns)) == (
+        CohortRow(1, "b.svs", 0.25, "B1"),
+        CohortRow(2, "a.svs", None, None),
+        CohortRow(3, "c.svs", None, None),
+    )
+
+
+def test_whole_number_keys_of_a_parquet_cohort_become_text(tmp_path: Path) -> None:
+    rows = read_cohort(_parquet(tmp_path, {"path": ["a.svs"], "slide_key": [1234]}))
+    assert rows[0].slide_key == "1234"
+
+
+def test_what_spreadsheets_add_is_tolerated(tmp_path: Path) -> None:
+    rows = read_cohort(_csv(tmp_path, b"\xef\xbb\xbf path ,mpp\r\na b.svs,0.5\r\n,\r\n\r\nc.svs,\r\n"))
+    assert rows == (CohortRow(1, "a b.svs", 0.5, None), CohortRow(2, "c.svs", None, None))
+
+
+def test_a_quoted_path_may_hold_a_line_break(tmp_path: Path) -> None:
+    assert read_cohort(_csv(tmp_path, 'path\n"a\nb.svs"\n'))[0].path == "a\nb.svs"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "no column named 'path'"),
+        ("file,mpp\na.svs,1\n", "no column named 'path'"),
+        ("path;mpp\na.svs;0,5\n", "no column named 'path'"),
+        ("path,path\na,b\n", "more than once"),
+        ("path,mpp\na, b.svs,0.5\n", "row 1 has 3 cells"),
+        ("path,mpp\na.svs\n", "row 1 has 1 cells"),
+        ("path,mpp\na.svs,0.5\n,0.5\n", "row 2: the path is empty"),
+        ("path,mpp\na.svs,wide\n", "row 1: mpp"),
+        ("path,mpp\na.svs,0\n", "row 1: mpp"),
+        ("path,mpp\na.svs,-0.5\n", "row 1: mpp"),
+        ("path,mpp\na.svs,inf\n", "row 1: mpp"),
+        ("path,mpp\na.svs,nan\n", "row 1: mpp"),
+        ("path,mpp\na.svs,51\n", "row 1: mpp"),
+        ('path,mpp\na.svs,"0,5"\n', "row 1: mpp"),
+        ("path,slide_key\na.svs,../up\n", "row 1: a slide key"),
+        ("path,slide_key\na.svs,has space\n", "row 1: a slide key"),
+        ('path\n"open quote\n', "not a CSV file"),
+        (b"path\n\xff.svs\n", "UTF-8"),
+        ("path\na\0b.svs\n", "row 1"),
+    ],
+)
+def test_a_csv_mistake_is_told_with_file_and_row(tmp_path: Path, text: str | bytes, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as caught:
+        read_cohort(_csv(tmp_path, text))
+    assert "cohort.csv" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"path": [1, 2]},
+        {"path": [None]},
+        {"path": ["a.svs"], "mpp": [True]},
+        {"path": ["a.svs"], "mpp": ["wide"]},
+        {"path": ["a.svs"], "slide_key": [1.5]},
+        {"slide": ["a.svs"]},
+    ],
+)
+def test_a_parquet_mistake_is_refused(tmp_path: Path, columns: dict[str, list[object]]) -> None:
+    with pytest.raises(ConfigError, match=r"cohort\.parquet"):
+        read_cohort(_parquet(tmp_path, columns))
+
+
+def test_no_message_repeats_a_value_because_a_shifted_column_may_hold_a_name(tmp_path: Path) -> None:
+    for text in ("path,mpp\na.svs,Jane Doe\n", "path,slide_key\na.svs,Jane Doe\n", "Jane Doe,mpp\na.svs,1\n"):
+        with pytest.raises(ConfigError) as caught:
+            read_cohort(_csv(tmp_path, text))
+        assert "Jane" not in str(caught.value)
+
+
+def test_a_file_that_is_not_parquet_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "cohort.parquet"
+    path.write_bytes(b"PAR1 but not really")
+    with pytest.raises(ConfigError, match="not a readable Parquet"):
+        read_cohort(path)
+
+
+def test_a_missing_cohort_or_a_fifo_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.csv")
+    for name in ("absent.csv", "pipe.csv"):
+        with pytest.raises(ConfigError, match=name):
+            read_cohort(tmp_path / name)
+
+
+def test_cohort_files_are_known_by_their_suffix() -> None:
+    assert is_cohort_file(Path("a.CSV"))
+    assert is_cohort_file(Path("a.parquet"))
+    assert not is_cohort_file(Path("a.svs"))
