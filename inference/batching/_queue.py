@@ -25,6 +25,7 @@ class SchedulerStatistics:
 
     Attributes:
         accepting: False once closed or broken.
+        waiting: submitters blocked for want of room.
         refused: submissions that raised; never part of `accepted`.
         failed: items answered with an error, by its code.
         wasted: results computed that no caller received.
@@ -36,6 +37,7 @@ class SchedulerStatistics:
     """
 
     accepting: bool
+    waiting: int
     accepted: int
     refused: int
     completed: int
@@ -73,7 +75,7 @@ class Item(Generic[T, R]):
 
 @dataclass(frozen=True, eq=False)
 class Batch(Generic[T, R]):
-    """Claimed items of one lane to compute, and claimed items of any lane whose deadline has passed."""
+    """Claimed items: of one lane, to compute, or of any lane, whose deadline has passed."""
 
     items: list[Item[T, R]]
     expired: list[Item[T, R]]
@@ -137,21 +139,20 @@ class BatchQueue(Generic[T, R]):
         return min(self._next_deadline, min(map(self.lane_due_at, self._lanes)))
 
     def cut(self, now: float) -> Batch[T, R] | float | None:
-        """Claims what is due: a batch; else the seconds until something is; None while nothing is queued.
+        """Claims what is due, expired items before a batch; else the seconds until then; None while nothing is queued.
 
         Items cancelled meanwhile leave here, so a batch may turn out to hold nothing to compute.
         """
-        expired = self._take_expired(now)
-        lane = next((lane for lane in self._lanes if self.lane_due_at(lane) <= now), None)
-        if lane is not None:
-            items = list(islice(self._lanes[lane].values(), self.limit(lane)))
-            self._lanes.move_to_end(lane)
-            items = [item for item in items if self._claim(item)]
-            if items:
-                self._batch_sizes[len(items)] += 1
-            return Batch(items, expired)
-        if expired:
+        if expired := self._take_expired(now):
             return Batch([], expired)
+        for lane, queued in self._lanes.items():
+            if self.lane_due_at(lane) <= now:
+                first = list(islice(queued.values(), self.limit(lane)))
+                self._lanes.move_to_end(lane)
+                items = [item for item in first if self._claim(item)]
+                if items:
+                    self._batch_sizes[len(items)] += 1
+                return Batch(items, [])
         return self.due_at() - now if self.queued else None
 
     def claim_all(self) -> list[Item[T, R]]:
@@ -195,10 +196,13 @@ class BatchQueue(Generic[T, R]):
         """Remembers that larger batches of this lane do not fit in memory."""
         self._limits[lane] = min(limit, self.limit(lane))
 
-    def statistics(self, now: float, *, accepting: bool, forward_calls: int, forward_s: float) -> SchedulerStatistics:
+    def statistics(
+        self, now: float, *, accepting: bool, waiting: int, forward_calls: int, forward_s: float
+    ) -> SchedulerStatistics:
         heads = [next(iter(lane.values())).enqueued_at for lane in self._lanes.values()]
         return SchedulerStatistics(
             accepting=accepting,
+            waiting=waiting,
             accepted=self.accepted,
             refused=self.refused,
             completed=self._completed,

@@ -19,13 +19,13 @@ from types import TracebackType
 from typing import Generic, NoReturn, Self
 
 from inference.batching._forward import Failure, FailureKind, ForwardPass, classify_failure, describe
+from inference.batching._future import ItemFuture
 from inference.batching._queue import Batch, BatchQueue, Item, R, SchedulerStatistics, T
 from inference.errors import (
     BadRequest,
     CallerError,
     ConfigError,
     DeadlineExceeded,
-    DeviceBroken,
     ForwardError,
     InferenceError,
     QueueFull,
@@ -37,25 +37,7 @@ logger = logging.getLogger(__name__)
 _EXIT_GRACE_S = 5.0  # a daemon thread that wakes in native code during interpreter shutdown may crash the process
 _JOIN_GRACE_S = 1.0
 
-
-class _ItemFuture(Future[R]):
-    """A future whose cancellation reaches the queue, and which the batch thread cannot wait for."""
-
-    def __init__(self, withdraw: Callable[[int], None], on_batch_thread: Callable[[], bool]) -> None:
-        super().__init__()
-        self.order = -1  # no reference to the item: a future that is kept must not keep the sample
-        self._withdraw = withdraw
-        self._on_batch_thread = on_batch_thread
-
-    def cancel(self) -> bool:
-        cancelled = super().cancel()
-        self._withdraw(self.order)
-        return cancelled
-
-    def result(self, timeout: float | None = None) -> R:
-        if not self.done() and self._on_batch_thread():
-            raise CallerError("the batch thread would wait for itself: use a callback, or wait on another thread")
-        return super().result(timeout)
+Answer = tuple[Item[T, R], R | InferenceError]
 
 
 class BatchScheduler(Generic[T, R]):
@@ -159,12 +141,11 @@ class BatchScheduler(Generic[T, R]):
             BadRequest: a sample larger than the whole queue.
             CallerError: in a forked child.
         """
-        if os.getpid() != self._pid:
-            raise CallerError(f"scheduler {self._name} belongs to process {self._pid}: make a new one after a fork")
+        self._check_process()
         lane, nbytes = self._lane(sample, mode), self._nbytes(sample)
         deadline_at = math.inf if deadline_s is None else self._clock() + deadline_s
         waits = [s for s in (timeout_s, deadline_s, threading.TIMEOUT_MAX) if s is not None] if block else [0.0]
-        future: _ItemFuture[R] = _ItemFuture(self._withdraw, self._on_batch_thread)
+        future: ItemFuture[R] = ItemFuture(self._withdraw, self._on_batch_thread)
         with self._lock:
             try:
                 self._admit(nbytes, min(waits))
@@ -184,10 +165,12 @@ class BatchScheduler(Generic[T, R]):
 
     def statistics(self) -> SchedulerStatistics:
         """Returns the counters and gauges, all of one moment."""
+        self._check_process()
         with self._lock:
             return self._queue.statistics(
                 self._clock(),
                 accepting=self._make_refusal is None,
+                waiting=len(self._line),
                 forward_calls=self._forward.calls,
                 forward_s=self._forward.seconds,
             )
@@ -270,8 +253,12 @@ class BatchScheduler(Generic[T, R]):
         for turn in self._line:
             turn.notify()
 
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise CallerError(f"scheduler {self._name} belongs to process {self._pid}: make a new one after a fork")
+
     def _on_batch_thread(self) -> bool:
-        return threading.get_ident() == self._thread.ident
+        return threading.current_thread() is self._thread
 
     def _at_exit(self) -> None:
         self.close(drain_s=0)
@@ -283,11 +270,9 @@ class BatchScheduler(Generic[T, R]):
     def _run_thread(self) -> None:
         try:
             while self._wait_until_due():
-                # Cutting only now, with the device in hand, lets a batch fill while another model runs.
-                with self._device_lock:
-                    self._step()
+                self._serve()
         except BaseException as error:
-            logger.critical("%s: the batch thread ended", self._name, exc_info=True)
+            logger.critical("%s: the batch thread ends", self._name, exc_info=True)
             self._break(describe(error, FailureKind.FATAL).make_error)
 
     def _wait_until_due(self) -> bool:
@@ -303,51 +288,59 @@ class BatchScheduler(Generic[T, R]):
                 self._sleeps_until = -math.inf
         return False
 
-    def _step(self) -> None:
-        with self._lock:
-            batch = self._queue.cut(self._clock())
-            self._call_next()
-        if isinstance(batch, Batch):
-            self._expire(batch.expired)
-            self._compute(batch.items)
+    def _serve(self) -> None:
+        """Cuts what is due, computes it and answers it; what it held is gone when it returns."""
+        with self._device_lock:
+            # Cutting only now, with the device in hand, lets a batch fill while another model runs.
+            with self._lock:
+                batch = self._queue.cut(self._clock())
+                self._call_next()
+            if not isinstance(batch, Batch):
+                return
+            answers = [*map(_too_late, batch.expired), *self._compute(batch.items)]
+        # Only now, with the device free: a callback may wait for another model on it.
+        self._deliver(answers)
 
-    def _compute(self, items: list[Item[T, R]]) -> None:
-        """Runs the model on a batch, halving what fails, until each item has its answer."""
-        todo, calls = [items], 0
+    def _compute(self, items: list[Item[T, R]]) -> list[Answer[T, R]]:
+        """Runs the model on a batch, halving what fails, until each item has an answer; raises what is fatal."""
+        answers: list[Answer[T, R]] = []
+        todo, calls = deque([items]), 0
         while todo:
-            items = self._drop_answered(todo.pop())
+            # The larger halves first: should the budget end, they have decided more items than the smaller ones.
+            items = self._drop_late(todo.popleft(), answers)
             if not items:
                 continue
             if calls > self._retry_budget:
                 text = f"undecided after {calls} forward passes of a batch that fails: submit it again"
-                self._deliver((item, ForwardError(text)) for item in items)
+                answers += [(item, ForwardError(text)) for item in items]
                 continue
-            halves = [items[len(items) // 2 :], items[: len(items) // 2]]
+            halves = [items[: (len(items) + 1) // 2], items[(len(items) + 1) // 2 :]]
             if len(items) > self._queue.limit(items[0].lane):
                 todo += halves
                 continue
             calls += 1
             outcome = self._forward([item.sample for item in items], [item.mode for item in items])
             if not isinstance(outcome, Failure):
-                self._deliver(zip(items, outcome, strict=True))
+                answers += zip(items, outcome, strict=True)
             elif outcome.kind is FailureKind.FATAL:
-                self._break(outcome.make_error)
+                raise outcome.make_error()
             elif outcome.kind is None or len(items) == 1:
-                self._deliver((item, outcome.make_error()) for item in items)
+                answers += [(item, outcome.make_error()) for item in items]
             else:
                 if outcome.kind is FailureKind.OUT_OF_MEMORY:
                     self._queue.lower_limit(items[0].lane, len(halves[0]))
                 todo += halves
+        return answers
 
-    def _drop_answered(self, items: list[Item[T, R]]) -> list[Item[T, R]]:
-        """Leaves out what `close` has answered, and what has expired since it was cut."""
+    def _drop_late(self, items: list[Item[T, R]], answers: list[Answer[T, R]]) -> list[Item[T, R]]:
+        """Leaves out what `close` has answered and what has expired since it was cut."""
         with self._lock:
             now = self._clock()
             items = [item for item in items if self._queue.is_open(item)]
-        self._expire([item for item in items if item.deadline_at <= now])
+        answers += [_too_late(item) for item in items if item.deadline_at <= now]
         return [item for item in items if item.deadline_at > now]
 
-    def _deliver(self, answers: Iterable[tuple[Item[T, R], R | InferenceError]]) -> None:
+    def _deliver(self, answers: Iterable[Answer[T, R]]) -> None:
         """Answers items that have no answer yet; never raises."""
         with self._lock:
             mine = [
@@ -365,10 +358,6 @@ class BatchScheduler(Generic[T, R]):
                 # A callback left with SystemExit or the like: that is not the scheduler's end, nor its neighbours'.
                 logger.exception("%s: a callback of a future failed", self._name)
 
-    def _expire(self, items: list[Item[T, R]]) -> None:
-        text = "not computed before its deadline: allow more time or send less at once"
-        self._deliver((item, DeadlineExceeded(text)) for item in items)
-
     def _fail_all(self, make_error: Callable[[], InferenceError]) -> None:
         with self._lock:
             items = self._queue.claim_all()
@@ -378,6 +367,10 @@ class BatchScheduler(Generic[T, R]):
         with self._lock:
             self._stop_admitting(make_error)
         self._fail_all(make_error)
+
+
+def _too_late(item: Item[T, R]) -> Answer[T, R]:
+    return item, DeadlineExceeded("not computed before its deadline: allow more time or send less at once")
 
 
 def _check_whole_numbers(least: int = 1, **settings: object) -> None:

@@ -16,7 +16,7 @@ from pydantic import JsonValue
 from inference.errors import InferenceError
 from inference.models.sample import TileOutput
 from inference.models.spec import ModelSpec
-from inference.store.tables import SHARD, TableWriter, vectors
+from inference.store.tables import SHARD, VECTOR, TableWriter, vectors
 
 TileStage = Literal["read", "prepare", "forward", "output"]
 TileKeys = tuple[int, int, int, int]
@@ -64,10 +64,12 @@ class ResultTables:
         self._stack = contextlib.ExitStack()
         self._heads: dict[str, tuple[TableWriter, int]] = {}
         for output in spec.outputs:
-            column = pa.field(output.name, pa.list_(pa.float32(), output.shape[0]))
+            column = pa.field(output.name, VECTOR)
             schema = pa.schema([*_KEYS, pa.field("status", pa.string(), nullable=False), column])
-            names: dict[str, JsonValue] = {"components": list(output.components)} if output.components else {}
-            writer = TableWriter(folder / f"{output.name}s.parquet", schema, {**metadata, **names})
+            about: dict[str, JsonValue] = {"length": output.shape[0]}
+            if output.components:
+                about["components"] = list(output.components)
+            writer = TableWriter(folder / f"{output.name}s.parquet", schema, {**metadata, **about})
             self._heads[output.name] = (self._stack.enter_context(writer), output.shape[0])
         self._failures = self._stack.enter_context(TableWriter(folder / "failures.parquet", FAILURES_SCHEMA, metadata))
         self._shard: list[tuple[TileKeys, TileOutput | FailedTile]] = []

@@ -18,24 +18,23 @@ from inference.outputs.overlay import draw_overlay, preview
 from inference.outputs.raster import Validity, rasterise
 from inference.store.files import canonical_json, write_atomic
 from inference.store.manifest import Manifest, read_manifest
-from inference.store.tables import SHARD, TableWriter, matrix, read_table, vectors
+from inference.store.tables import SHARD, VECTOR, TableWriter, matrix, read_table, vectors
 
 
 def pool_features(job: SlideJob, spec: ModelSpec, at: Addresses, work: Path) -> Draft:
     """Stage `features`: the mean embedding of the tiles that went well, as one row."""
     predict, tiles = _predicted(job, at, "features")
-    pool = MeanPool()
-    pool.start(spec.embedding_dim or 0)
-    for rows, ok in _batches(predict / "embeddings.parquet", "embedding"):
+    pool, width = MeanPool(), spec.embedding_dim or 0
+    pool.start(width)
+    for rows, ok in _batches(predict / "embeddings.parquet", "embedding", width):
         pool.update(rows, ok)
     mean = pool.finish()
-    width = spec.embedding_dim or 0
     schema = pa.schema(
         [
             pa.field("slide_key", pa.string(), nullable=False),
             pa.field("tiles_ok", pa.int64(), nullable=False),
             pa.field("tiles_failed", pa.int64(), nullable=False),
-            pa.field("embedding", pa.list_(pa.float32(), width)),
+            pa.field("embedding", VECTOR),
         ]
     )
     values = np.zeros((1, width), np.float32) if mean is None else mean[None]
@@ -59,7 +58,7 @@ def summarise_predictions(job: SlideJob, spec: ModelSpec, at: Addresses, work: P
     thresholds = dict.fromkeys(names, job.settings.threshold)
     summary = ScalarSummary(names, top_k=job.settings.top_k, thresholds=thresholds)
     summary.start(len(names))
-    for rows, ok in _batches(predict / "predictions.parquet", "prediction"):
+    for rows, ok in _batches(predict / "predictions.parquet", "prediction", len(spec.prediction_names)):
         summary.update(rows, ok)
     found = summary.finish() or {}
     columns = [(f"{name}.{statistic}", value) for name in names for statistic, value in found.get(name, {}).items()]
@@ -78,7 +77,7 @@ def draw_heatmap(job: SlideJob, spec: ModelSpec, at: Addresses, heatmap: Heatmap
     predict, tiles = _predicted(job, at, "heatmap")
     row, col, _, _ = read_tiles(job.require(at.tiles, "heatmap"))
     index = spec.prediction_names.index(heatmap.output)
-    parts = list(_batches(predict / "predictions.parquet", "prediction"))
+    parts = list(_batches(predict / "predictions.parquet", "prediction", len(spec.prediction_names)))
     values = np.concatenate([rows[:, index] for rows, _ in parts]) if parts else np.zeros(0, np.float32)
     ok = np.concatenate([good for _, good in parts]) if parts else np.zeros(0, np.bool_)
     raster = rasterise(job.grid(spec), row, col, values, ok)
@@ -115,9 +114,9 @@ def _like(tiles: Manifest, job: SlideJob, summary: dict[str, object]) -> Draft:
     return Draft(tiles.status, tiles.reason, tiles.counts, summary, done)  # type: ignore[arg-type]  # JSON
 
 
-def _batches(path: Path, column: str) -> Iterator[tuple[NDArray[np.float32], NDArray[np.bool_]]]:
+def _batches(path: Path, column: str, size: int) -> Iterator[tuple[NDArray[np.float32], NDArray[np.bool_]]]:
     """Rows of a vector column and whether each is ok, shard by shard."""
     table, _ = read_table(path)
     for batch in table.select([column]).to_batches(max_chunksize=SHARD):
         if len(batch):
-            yield matrix(pa.chunked_array([batch.column(0)]))
+            yield matrix(pa.chunked_array([batch.column(0)]), size)

@@ -47,7 +47,9 @@ def export_model(module: nn.Module, spec: ModelSpec, folder: Path, *, source_sha
     """
     weights = weights_sha256(module)
     kind: Format = "aotinductor" if has_cpp_compiler() else "exported-program"
-    identity = f"{weights}:{source_sha256}:{canonical_json(spec.recipe())}:{version('torch')}:{platform.machine()}:{kind}"
+    identity = (
+        f"{weights}:{source_sha256}:{canonical_json(spec.recipe())}:{version('torch')}:{platform.machine()}:{kind}"
+    )
     name = f"{spec.model_name}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}.pt2"
     checkpoint = folder / name
     folder.mkdir(parents=True, exist_ok=True)

@@ -65,20 +65,33 @@ def read_table(path: Path) -> tuple[pa.Table, dict[str, JsonValue]]:
     return table, metadata
 
 
-def vectors(values: NDArray[np.float32], valid: NDArray[np.bool_]) -> pa.FixedSizeListArray:
-    """(N, D) float32 -> one fixed-size list per row; null where invalid, never zeros."""
-    flat = pa.array(np.where(valid[:, None], values, np.float32(0)).ravel(), type=pa.float32())
-    return pa.FixedSizeListArray.from_arrays(flat, type=pa.list_(pa.float32(), values.shape[1]), mask=pa.array(~valid))
+VECTOR = pa.list_(pa.float32())
+"""Type of a column of vectors.
+
+Parquet knows no fixed-size list, and Arrow writes but cannot read back a fixed-size list with null rows
+("Expected all lists to be of size"). The length is the same in every row that is not null.
+"""
 
 
-def matrix(column: pa.ChunkedArray) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """The inverse of `vectors`: (N, D) float32 with NaN in invalid rows, and which rows are valid."""
-    merged = column.combine_chunks()
-    array = merged.chunk(0) if isinstance(merged, pa.ChunkedArray) else merged
+def vectors(values: NDArray[np.float32], valid: NDArray[np.bool_]) -> pa.ListArray:
+    """(N, D) float32 -> one list per row; null where invalid, never zeros."""
+    offsets = np.concatenate([[0], np.cumsum(valid)]).astype(np.int32) * np.int32(values.shape[1])
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values[valid].ravel()), VECTOR, mask=pa.array(~valid))
+
+
+def matrix(column: pa.ChunkedArray, size: int) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    """The inverse of `vectors`: (N, size) float32 with NaN in invalid rows, and which rows are valid.
+
+    Raises:
+        StoreError: a row has another length.
+    """
+    array = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], VECTOR)
     valid = np.asarray(array.is_valid())
-    size = array.type.list_size
+    flat = np.asarray(array.flatten(), np.float32)
+    if len(flat) != size * valid.sum():
+        raise StoreError(f"{len(flat)} values for {valid.sum()} vectors of length {size}: the table is damaged")
     values = np.full((len(array), size), np.nan, np.float32)
-    values[valid] = np.asarray(array.flatten()).reshape(-1, size)
+    values[valid] = flat.reshape(-1, size)
     return values, valid
 
 

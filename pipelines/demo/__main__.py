@@ -26,7 +26,9 @@ _out = Console(soft_wrap=True, highlight=False)
 def main(
     slides: Annotated[str, typer.Option(help="Slide, folder, glob or cohort file; the demo cohort if empty.")] = "",
     mpp: Annotated[str, typer.Option(help="Level-0 µm/px for slides that do not state it.")] = "",
-    model: Annotated[str, typer.Option(help="A .pt2 checkpoint or a model file (YAML); the pipeline's own if empty.")] = "",
+    model: Annotated[
+        str, typer.Option(help="A .pt2 checkpoint or a model file (YAML); the pipeline's own if empty.")
+    ] = "",
     out: Annotated[Path, typer.Option(help="Folder that runs are kept in.")] = Path("out"),
     prepare_only: Annotated[bool, typer.Option(help="Write slides and settings, run nothing.")] = False,
 ) -> None:
