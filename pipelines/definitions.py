@@ -31,7 +31,7 @@ def build_definitions(
         assets=[inventory, chain, report],
         jobs=[
             dg.define_asset_job(INVENTORY_JOB, dg.AssetSelection.assets(inventory)),
-            dg.define_asset_job(SLIDES_JOB, per_slide, partitions_def=partitions),
+            dg.define_asset_job(SLIDES_JOB, per_slide),
             dg.define_asset_job(REPORT_JOB, dg.AssetSelection.assets(report)),
         ],
         sensors=[new_slides_sensor(partitions, per_slide, batch=batch)],

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from inference.models.registry import Checkpoint, resolve_model
+
 REPO = Path(__file__).resolve().parent.parent
 
 
@@ -15,3 +17,9 @@ def shared_data() -> Path:
     if not (folder / "README.md").is_file():
         pytest.skip(f"no test data at {folder}: set SHARED_DATA")
     return folder
+
+
+@pytest.fixture(scope="session")
+def demo_checkpoint() -> Checkpoint:
+    """The demo model, exported once and kept between test runs."""
+    return resolve_model("demo", cache=REPO / "out" / "cache" / "models")

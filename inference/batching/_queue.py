@@ -94,6 +94,7 @@ class BatchQueue(Generic[T, R]):
         self.max_items = max_items
         self.max_bytes = max_bytes
         self.draining = False  # nothing more will come: every lane is due at once
+        self._flushed = -1  # the last item that need not wait for company
         self.queued = 0
         self.queued_bytes = 0
         self.accepted = 0
@@ -130,7 +131,12 @@ class BatchQueue(Generic[T, R]):
         items = self._lanes[lane]
         if self.draining or len(items) >= self.limit(lane):
             return -math.inf
-        return next(iter(items.values())).enqueued_at + self.max_wait_s
+        first = next(iter(items.values()))
+        return -math.inf if first.order <= self._flushed else first.enqueued_at + self.max_wait_s
+
+    def flush(self) -> None:
+        """Makes all that is queued now due at once."""
+        self._flushed = self.accepted - 1
 
     def due_at(self) -> float:
         """When the next batch or expiry is due; infinity while nothing is queued."""

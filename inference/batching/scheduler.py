@@ -163,6 +163,12 @@ class BatchScheduler(Generic[T, R]):
                 self._due.notify()
         return future
 
+    def flush(self) -> None:
+        """Compute what is queued now without waiting for more: nothing else will come soon."""
+        with self._lock:
+            self._queue.flush()
+            self._due.notify()
+
     def statistics(self) -> SchedulerStatistics:
         """Returns the counters and gauges, all of one moment."""
         self._check_process()

@@ -33,7 +33,7 @@ def main(
     prepare_only: Annotated[bool, typer.Option(help="Write slides and settings, run nothing.")] = False,
 ) -> None:
     """Run discovery, every stage for every slide, and the report; exit 1 if a slide failed, 2 on bad usage."""
-    layout = _layout(slides, mpp, model, out.absolute())
+    layout = layout_of(slides, mpp, model, out.absolute())
     layout.prepare()
     if layout.source is None:
         _out.print("writing the demo cohort (three slides, about 20 s the first time)")
@@ -44,7 +44,12 @@ def main(
     raise typer.Exit(1 if failed else 0)
 
 
-def _layout(slides: str, mpp: str, model: str, out: Path) -> Layout:
+def layout_of(slides: str, mpp: str, model: str, out: Path) -> Layout:
+    """Where a run of these arguments keeps its things.
+
+    Raises:
+        typer.BadParameter: an argument that cannot be used.
+    """
     if model and not Path(model).exists() and model not in registered_models():
         raise typer.BadParameter(f"no such file, and not one of {', '.join(registered_models())}", param_hint="MODEL")
     try:
