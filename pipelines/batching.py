@@ -36,9 +36,13 @@ def run_batch(
     chain: Chain,
     slides: Mapping[str, SlideRef],
     stages: Collection[Stage],
+    assets: Sequence[dg.AssetKey],
     assets_of: AssetsOf,
 ) -> Iterator[dg.MaterializeResult[None]]:
     """Run the context's partitions through the stages and report to Dagster; results lie in the store already.
+
+    Args:
+        assets: what was selected, in the order of needs, which Dagster insists on.
 
     Raises:
         dagster.Failure: naming each slide that failed and why. Retried only if a retry can help.
@@ -62,19 +66,22 @@ def run_batch(
     if failed:
         _log_committed(context, committed, assets_of)
         raise _failure(failed, len(context.partition_keys))
-    yield from _results(context, committed, assets_of)
+    yield from _results(context, committed, assets, assets_of)
 
 
 def _results(
-    context: dg.AssetExecutionContext, committed: list[tuple[str, StageResult]], assets_of: AssetsOf
+    context: dg.AssetExecutionContext,
+    committed: list[tuple[str, StageResult]],
+    assets: Sequence[dg.AssetKey],
+    assets_of: AssetsOf,
 ) -> Iterator[dg.MaterializeResult[None]]:
     """One result per selected asset, each slide's own metadata on its partition."""
     for key, result in committed:
         metadata = stage_metadata(result)
         for asset in assets_of(result):
-            if asset in context.selected_asset_keys:
+            if asset in assets:
                 context.add_asset_metadata(metadata, asset_key=asset, partition_key=key)
-    for asset in sorted(context.selected_asset_keys):
+    for asset in assets:
         yield dg.MaterializeResult(asset_key=asset)
 
 

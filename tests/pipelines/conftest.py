@@ -74,5 +74,5 @@ def pipeline(
     monkeypatch.setenv("SLIDE_STORE", str(tmp_path / "store"))
     monkeypatch.setenv("SLIDE_REPORT", str(tmp_path / "report.html"))
     monkeypatch.setenv("SLIDE_MODEL_CACHE", str(demo_checkpoint.path.parent))
-    with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
+    with dg.DagsterInstance.local_temp(str(tmp_path), overrides={"telemetry": {"enabled": False}}) as instance:
         yield Pipeline(instance, five_slides, tmp_path)

@@ -16,7 +16,10 @@ TILING = "t224_s224_0_5um"
 PER_SLIDE = [
     ("slide_info",),
     (TILING, "tiles"),
-    *(("demo", name) for name in ("tile_embeddings", "tile_predictions", "slide_features", "slide_prediction", "heatmap")),
+    *(
+        ("demo", name)
+        for name in ("tile_embeddings", "tile_predictions", "slide_features", "slide_prediction", "heatmap")
+    ),
 ]
 
 

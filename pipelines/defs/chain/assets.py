@@ -39,9 +39,11 @@ def slide_chain(
 ) -> dg.AssetsDefinition:
     """The per-slide assets of all models; any subset of them can be selected."""
 
+    specs = list(_specs(models, prefix))
+
     @dg.multi_asset(
         name="slide_chain",
-        specs=list(_specs(models, prefix)),
+        specs=specs,
         partitions_def=partitions,
         can_subset=True,
         backfill_policy=dg.BackfillPolicy.multi_run(max_partitions_per_run=batch),
@@ -49,8 +51,10 @@ def slide_chain(
     def _slide_chain(
         context: dg.AssetExecutionContext, inference: SlideInference
     ) -> Iterator[dg.MaterializeResult[None]]:
-        stages = {_STAGE[key.path[-1]] for key in context.selected_asset_keys}
-        yield from run_batch(context, inference.chain, inference.slides(), stages, _assets_of(models, prefix))
+        assets = [spec.key for spec in specs if spec.key in context.selected_asset_keys]
+        stages = {_STAGE[key.path[-1]] for key in assets}
+        owners = _assets_of(models, prefix)
+        yield from run_batch(context, inference.chain, inference.slides(), stages, assets, owners)
 
     return _slide_chain
 
