@@ -44,7 +44,7 @@ format: setup
 	$(BIN)/ruff format .
 
 lock: ## resolve every extra anew into constraints.txt
-	$(PYTHON) -m benchmarks.lock
+	$(PYTHON) .ci/lock.py
 
 clean:
 	rm -rf out $(VENV)

@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -18,17 +19,22 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.text import Text
 
-from inference.engine.chain import Chain, SlideOutcome
+from inference.engine.chain import Chain, SlideOutcome, SlideStatus
 from inference.engine.report import write_cohort_report
 from inference.engine.run import find_slides
 from inference.engine.settings import Settings, Stage
-from inference.errors import Broken, CallerError, InferenceError
+from inference.errors import Broken, CallerError, ConfigError, InferenceError, StoreError, StoreFull
 from inference.models.registry import registered_models, resolve_model
-from inference.slides.discovery import Inventory
+from inference.slides.discovery import Inventory, printable
 from inference.store.store import Store
 
 OK, FAILED, BAD_USAGE = 0, 1, 2
+
+STYLE: dict[SlideStatus, str] = {"ok": "green", "ok with failures": "yellow", "empty": "dim", "failed": "bold red"}
+LABEL_WIDTH = max(map(len, STYLE)) + 2
+MAX_NAME_WIDTH = 48
 
 app = typer.Typer(
     name="slide-inference",
@@ -52,18 +58,30 @@ def run(
     model: Annotated[str, typer.Option(help="Path of a .pt2 checkpoint, or a registered name such as demo.")],
     out: Annotated[Path, typer.Option(help="Folder for results; finished ones in it are reused.")],
     mpp: Annotated[float | None, typer.Option(help="Level-0 µm/px for slides that do not state it.")] = None,
-    allow_upsampling: Annotated[bool, typer.Option(help="Also run slides coarser than the model needs.")] = False,
+    allow_upsampling: Annotated[
+        bool, typer.Option("--allow-upsampling", help="Also run slides coarser than the model needs.")
+    ] = False,
     batch_size: Annotated[int, typer.Option(help="Tiles per forward pass.")] = 64,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")] = "cpu",
     root: Annotated[Path | None, typer.Option(help="Folder that slide keys are relative to.")] = None,
 ) -> None:
-    """Tile, embed, predict, aggregate and draw every slide; exit 0 if all went well, 1 if a slide failed."""
+    """Tile, embed, predict, aggregate and draw every slide.
+
+    Exit code 0 if all went well (failed tiles within the budget included), 1 if a slide failed, 2 for bad usage.
+    """
+    # What can be refused is refused before anything is created.
     settings = Settings(mpp=mpp, allow_upsampling=allow_upsampling, batch_size=batch_size, device=device)
     inventory = find_slides(slides, root=root, secret=os.environ.get("SLIDE_KEY_SECRET"))
-    with Chain(Store(out), [resolve_model(model)], settings) as chain:
-        outcomes = _run_all(chain, inventory)
+    checkpoint = resolve_model(model)
+    outcomes: list[SlideOutcome] = []
+    with Chain(_open_store(out), [checkpoint], settings) as chain:
+        try:
+            outcomes.extend(_run_all(chain, inventory))
+        except Broken as error:
+            _complain(f"stopped after {len(outcomes)} of {len(inventory.slides)} slides: {error.message}")
+            raise typer.Exit(FAILED) from error
         report = out / "report.html"
-        write_cohort_report(report, out.name, chain, inventory.slides)
+        write_cohort_report(report, out.resolve().name, chain, inventory.slides)
     _summarise(outcomes, inventory, report)
     raise typer.Exit(FAILED if any(outcome.error for outcome in outcomes) else OK)
 
@@ -75,74 +93,93 @@ def models() -> None:
         _out.print(name)
 
 
-def _run_all(chain: Chain, inventory: Inventory) -> list[SlideOutcome]:
+def _open_store(out: Path) -> Store:
+    """The store, or bad usage where `--out` cannot hold one."""
+    try:
+        return Store(out)
+    except StoreFull:
+        raise
+    except StoreError as error:
+        raise ConfigError(f"--out {out}: {error.message}") from error
+
+
+def _run_all(chain: Chain, inventory: Inventory) -> Iterator[SlideOutcome]:
+    """Every slide in turn, each with a bar while it runs and a line when it is done."""
     columns = (
         SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),
         TextColumn("tiles"), TimeRemainingColumn(),
     )  # fmt: skip
-    outcomes = []
-    with Progress(*columns, console=_err, transient=True) as bars:
-        for number, ref in enumerate(inventory.slides, 1):
-            bar = bars.add_task(f"{number}/{len(inventory.slides)} {ref.name}", total=None)
+    slides = inventory.slides
+    width = min(MAX_NAME_WIDTH, max(len(ref.name) for ref in slides))
+    with Progress(*columns, console=_err, transient=True, disable=not _err.is_terminal) as bars:
+        for number, ref in enumerate(slides, 1):
+            bar = bars.add_task(f"{number}/{len(slides)} {ref.name}", total=None)
 
             def show(_key: str, _stage: Stage, done: int, total: int, bar: TaskID = bar) -> None:
                 bars.update(bar, completed=done, total=total)
 
             outcome = chain.run_slide(ref, progress=show)
             bars.remove_task(bar)
-            outcomes.append(outcome)
-            bars.console.print(_line(outcome), markup=False)
-    return outcomes
+            _err.print(_labelled(outcome.status, f"{ref.name:{width}}  {_about(outcome)}", STYLE[outcome.status]))
+            yield outcome
 
 
-def _line(outcome: SlideOutcome) -> str:
-    """One slide in one line: what became of it, and why."""
+def _labelled(label: str, text: str, style: str = "") -> Text:
+    return Text.assemble((f"{label:{LABEL_WIDTH}}", style), text)
+
+
+def _about(outcome: SlideOutcome) -> str:
+    """What became of a slide and why, without its name."""
     if outcome.error is not None:
-        return f"failed   {outcome.error.message}"
+        return outcome.error.message.removeprefix(f"{outcome.ref.name}: ")
     predicted = next((r for r in outcome.results if r.stage == "predict"), None)
     counts = predicted.manifest.counts if predicted else None
-    text = f"{'done    ' if outcome.reused else 'ok      '} {outcome.ref.name}: "
-    text += f"{counts.ok} of {counts.planned} tiles" if counts and counts.planned else "no tiles"
+    parts = [f"{counts.ok} of {counts.planned} tiles" if counts and counts.planned else "no tiles"]
     if counts and counts.failed:
-        text += f", {counts.failed} failed"
+        parts.append(f"{counts.failed} failed")
     if predicted and predicted.manifest.reason:
-        text += f" ({predicted.manifest.reason})"
+        parts.append(predicted.manifest.reason)
     if rate := _rate(outcome):
-        text += f", {rate}"
-    return text
+        parts.append(rate)
+    if outcome.reused:
+        parts.append("done before")
+    return ", ".join(parts)
 
 
 def _rate(outcome: SlideOutcome) -> str | None:
     for result in outcome.results:
         timings = result.manifest.run.get("timings")
         if result.stage == "predict" and not result.reused and isinstance(timings, dict) and "tiles_per_s" in timings:
-            return f"{timings['tiles_per_s']} tiles/s, bound by {timings['bound_by']}"
+            return f"{timings['tiles_per_s']:.0f} tiles/s, bound by {timings['bound_by']}"
     return None
 
 
 def _summarise(outcomes: list[SlideOutcome], inventory: Inventory, report: Path) -> None:
+    hidden = any(ref.hidden for ref in inventory.slides)
     for skipped in inventory.skipped:
-        _err.print(f"skipped  {skipped.path.name}: {skipped.reason}", markup=False)
+        name = "a file" if hidden else printable(skipped.path.name)
+        _err.print(_labelled("skipped", f"{name}: {skipped.reason}", "dim"))
     counts = Counter(outcome.status for outcome in outcomes)
-    found = ", ".join(f"{counts[s]} {s}" for s in ("ok", "ok with failures", "empty", "failed") if counts[s])
-    _out.print(f"{len(outcomes)} slides: {found}", markup=False)
-    _out.print(f"report   {report}", markup=False)
+    found = ", ".join(f"{counts[status]} {status}" for status in STYLE if counts[status])
+    _out.print(f"{len(outcomes)} slide{'' if len(outcomes) == 1 else 's'}: {found}", markup=False)
+    _out.print(f"report: {report}", markup=False)
+
+
+def _complain(message: str) -> None:
+    """One line on stderr, whatever the message holds."""
+    _err.print(Text(" ".join(message.split()), "bold red"))
 
 
 def main() -> None:
     """Entry point: errors become one line on stderr and an exit code."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    # It warns of a missing CUDA driver wherever the toolkit is installed, although nobody asked for a GPU.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     try:
         app()
-    except CallerError as error:
-        _err.print(f"error: {error.message}", markup=False, style="bold red")
-        sys.exit(BAD_USAGE)
-    except Broken as error:
-        _err.print(f"stopped: {error.message}", markup=False, style="bold red")
-        sys.exit(FAILED)
     except InferenceError as error:
-        _err.print(f"error: {error.message}", markup=False, style="bold red")
-        sys.exit(FAILED)
+        _complain(f"error: {error.message}")
+        sys.exit(BAD_USAGE if isinstance(error, CallerError) else FAILED)
 
 
 if __name__ == "__main__":

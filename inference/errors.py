@@ -26,7 +26,8 @@
         ├── ArtifactRefused
         ├── DeviceBroken
         ├── StoreError
-        │   └── StoreFull
+        │   ├── StoreFull
+        │   └── DamagedResult
         └── SourceUnavailable
 
 Each class carries a stable `code` (for tables, JSON and logs) and says whether the same call may
@@ -223,6 +224,13 @@ class StoreFull(StoreError):
     """No space is left in the result store."""
 
     code = "store_full"
+
+
+class DamagedResult(StoreError):
+    """One result in the store is not what was written there; the others are not affected."""
+
+    code = "damaged_result"
+    retryable = False
 
 
 class SourceUnavailable(Broken):

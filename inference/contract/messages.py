@@ -1,22 +1,16 @@
 """One tile in, one answer out, as strict JSON."""
 
-import base64
-import binascii
-import io
 from typing import Annotated
 
 from PIL import Image
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
+from inference.contract.image import decode_image
+from inference.contract.validation import explain, parse_json
 from inference.errors import BadRequest
 
-MAX_IMAGE_BYTES = 16 << 20
-"""Encoded bytes of one tile; a 2048 px RGB PNG of noise is 12.6 MB."""
-
-MAX_IMAGE_PIXELS = 4096 * 4096
-"""Pixels of one tile, read from the image's header before it is decoded."""
-
-IMAGE_FORMATS = ("PNG", "JPEG")
+Coordinate = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Pixels = Annotated[int, Field(gt=0, lt=2**31)]
 
 
 class _Message(BaseModel):
@@ -24,15 +18,18 @@ class _Message(BaseModel):
 
 
 class ModelRequest(_Message):
-    """One tile to run: pixels as base64 PNG, and where they came from."""
+    """One tile to run: pixels as base64 PNG or JPEG, and where they came from.
+
+    `model_name` and `mode` are for services that dispatch on them; elsewhere they must not contradict the call.
+    """
 
     image_data: str
     slide_name: str
-    x: int
-    y: int
-    width: Annotated[int, Field(gt=0)]
-    height: Annotated[int, Field(gt=0)]
-    patch_idx: Annotated[int, Field(ge=0)]
+    x: Coordinate
+    y: Coordinate
+    width: Pixels
+    height: Pixels
+    patch_idx: Annotated[int, Field(ge=0, lt=2**63)]
     bulk_rna: list[FiniteFloat] | None = None
     tissue_ratio: FiniteFloat | None = None
     resolution: FiniteFloat | None = None
@@ -41,30 +38,12 @@ class ModelRequest(_Message):
 
     @property
     def image(self) -> Image.Image:
-        """The tile, decoded to RGB.
+        """The tile, decoded to RGB on every access.
 
         Raises:
-            BadRequest: not base64, not a PNG or JPEG, too large, truncated, or of another size than declared.
+            BadRequest: not base64, not an 8-bit PNG or JPEG, too large, truncated, or of another size than declared.
         """
-        if len(self.image_data) > MAX_IMAGE_BYTES * 4 // 3 + 4:
-            raise BadRequest(f"image_data is larger than {MAX_IMAGE_BYTES} bytes")
-        try:
-            raw = base64.b64decode(self.image_data, validate=True)
-        except (binascii.Error, ValueError) as error:
-            raise BadRequest(f"image_data is not base64: {error}") from None
-        try:
-            image = Image.open(io.BytesIO(raw), formats=IMAGE_FORMATS)
-            if image.width * image.height > MAX_IMAGE_PIXELS:
-                raise BadRequest(f"the image has {image.width} x {image.height} pixels, over the limit")
-            if image.size != (self.width, self.height):
-                raise BadRequest(
-                    f"the image is {image.width} x {image.height}, the request says {self.width} x {self.height}"
-                )
-            return image.convert("RGB")
-        except BadRequest:
-            raise
-        except Exception as error:  # noqa: BLE001 - decoders raise anything on hostile bytes
-            raise BadRequest(f"image_data does not decode as PNG or JPEG: {type(error).__name__}") from None
+        return decode_image(self.image_data, (self.width, self.height))
 
 
 class ModelResponse(_Message):
@@ -79,10 +58,14 @@ class ModelResponse(_Message):
     y: int
     width: int
     height: int
-    patch_idx: int
     tissue_ratio: FiniteFloat | None = None
+    patch_idx: int
     resolution: FiniteFloat | None = None
     embedding: list[FiniteFloat] | None = None
+
+    def to_json(self) -> str:
+        """The response on the wire: echoed fields always, `embedding` only in the combined mode."""
+        return self.model_dump_json(exclude={"embedding"} if self.embedding is None else None)
 
 
 class OutputSpec(_Message):
@@ -108,3 +91,15 @@ class ModelMetadata(_Message):
     runtime: str
     artifact_sha256: str
     weights_sha256: str
+
+
+def parse_request(body: str) -> ModelRequest:
+    """A request from its JSON.
+
+    Raises:
+        BadRequest: not JSON, or a field is missing, unknown, given twice or of the wrong kind.
+    """
+    try:
+        return ModelRequest.model_validate(parse_json(body))
+    except ValidationError as error:
+        raise BadRequest(f"request field {explain(error)}") from None

@@ -1,6 +1,7 @@
 """A slide through the stages, and a cohort through the slides: one bad slide never costs another."""
 
 import logging
+import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,7 @@ from inference.engine.recipes import Addresses
 from inference.engine.settings import STAGES, Settings, Stage
 from inference.engine.summarise import draw_heatmap, pool_features, summarise_predictions
 from inference.engine.survey import plan_tiles, survey_slide
-from inference.errors import Broken, InferenceError
+from inference.errors import Broken, DamagedResult, InferenceError, Overloaded
 from inference.models.registry import Checkpoint
 from inference.models.spec import HeatmapSpec, ModelSpec
 from inference.slides.discovery import SlideRef
@@ -87,16 +88,14 @@ class Chain:
         try:
             with SlideJob(ref, self.store, self.settings, progress or _silent) as job:
                 results.extend(step() for step in self._steps(job, stages))  # keeps what is done when one raises
+        except DamagedResult as error:
+            return self._failed(ref, results, error)
         except Broken:
             raise
         except InferenceError as error:
             return self._failed(ref, results, error)
-        except Exception as error:
-            # A fault of ours or of a library: this slide is lost, the others are not.
-            log.exception("%s: unexpected failure", ref.name)
-            text = (str(error).splitlines() or [""])[0][:200]
-            wrapped = InferenceError(f"{ref.name}: unexpected {type(error).__name__}: {text}; please report it")
-            return self._failed(ref, results, wrapped)
+        except Exception as error:  # noqa: BLE001 - a fault of ours or a library's costs this slide, not the others
+            return self._failed(ref, results, _unexpected(ref, error))
         self.store.clear_failure(ref.key)
         return SlideOutcome(ref, tuple(results))
 
@@ -132,6 +131,8 @@ class Chain:
                     yield step.run
 
     def _failed(self, ref: SlideRef, results: list[StageResult], error: InferenceError) -> SlideOutcome:
+        if isinstance(error, Overloaded):  # another process is at it, or this one is closing: nothing about the slide
+            return SlideOutcome(ref, tuple(results), error)
         failures = error.fields.get("failures", [])
         assert isinstance(failures, list), "tile failures travel as a list"
         examples = tuple((failed.code, 1, f"row {k[0]}, col {k[1]} at ({k[2]}, {k[3]})") for k, failed in failures[:20])
@@ -175,6 +176,17 @@ def _model_steps(
         yield step("prediction", at.prediction, partial(summarise_predictions, job, spec, at))
     for heatmap in heatmaps:
         yield step("heatmap", at.heatmap(heatmap), partial(draw_heatmap, job, spec, at, heatmap))
+
+
+def _unexpected(ref: SlideRef, error: Exception) -> InferenceError:
+    """A fault nobody foresaw, logged with where it happened; its text may name files, so a hidden slide's is kept."""
+    kind = type(error).__name__
+    if ref.hidden:
+        log.error("%s: unexpected %s\n%s", ref.name, kind, "".join(traceback.format_tb(error.__traceback__)))
+        return InferenceError(f"{ref.name}: unexpected {kind}; please report it")
+    log.error("%s: unexpected failure", ref.name, exc_info=error)
+    text = (str(error).splitlines() or [""])[0][:200]
+    return InferenceError(f"{ref.name}: unexpected {kind}: {text}; please report it")
 
 
 def _silent(_key: str, _stage: Stage, _done: int, _total: int) -> None:

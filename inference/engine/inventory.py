@@ -3,25 +3,27 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from inference.errors import ConfigError
-from inference.slides.discovery import SlideRef
-from inference.store.files import store_errors
+from inference.slides.discovery import SlideRef, printable
+from inference.store.files import write_atomic
 from inference.store.store import Store
 
 FILE = "cohort.parquet"
 
+# `path` is for people; the others are the bytes on disk, since names from old systems need not be UTF-8.
 _SCHEMA = pa.schema(
     [
         pa.field("slide_key", pa.string(), nullable=False),
         pa.field("path", pa.string(), nullable=False),
-        pa.field("files", pa.list_(pa.string()), nullable=False),
-        pa.field("root", pa.string(), nullable=False),
-        pa.field("root_label", pa.string(), nullable=False),
-        pa.field("relpath", pa.string(), nullable=False),
+        pa.field("files", pa.list_(pa.binary()), nullable=False),
+        pa.field("root", pa.binary(), nullable=False),
+        pa.field("root_label", pa.binary(), nullable=False),
+        pa.field("relpath", pa.binary(), nullable=False),
         pa.field("mpp", pa.float64()),
         pa.field("hidden", pa.bool_(), nullable=False),
     ]
@@ -34,24 +36,19 @@ def write_inventory(store: Store, slides: Sequence[SlideRef]) -> Path:
     rows = [
         {
             "slide_key": ref.key,
-            "path": os.fspath(ref.path),
-            "files": [os.fspath(p) for p in ref.files],
-            "root": os.fspath(ref.root),
-            "root_label": ref.root_label,
-            "relpath": ref.relpath,
+            "path": printable(os.fspath(ref.path)),
+            "files": [os.fsencode(p) for p in ref.files],
+            "root": os.fsencode(ref.root),
+            "root_label": os.fsencode(ref.root_label),
+            "relpath": os.fsencode(ref.relpath),
             "mpp": ref.mpp,
             "hidden": ref.hidden,
         }
         for ref in slides
     ]
-    scratch = path.with_name(f".{FILE}.{os.getpid()}.tmp")
-    with store_errors(path):
-        try:
-            os.close(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
-            pq.write_table(pa.Table.from_pylist(rows, schema=_SCHEMA), scratch, compression="zstd")
-            scratch.replace(path)
-        finally:
-            scratch.unlink(missing_ok=True)
+    table = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist(rows, schema=_SCHEMA), table, compression="zstd")
+    write_atomic(path, table.getvalue().to_pybytes(), mode=0o600)
     return path
 
 
@@ -59,21 +56,30 @@ def read_inventory(store: Store) -> dict[str, SlideRef]:
     """Slides by key, in cohort order.
 
     Raises:
-        ConfigError: the store has no table yet.
+        ConfigError: the store has no table yet, or it is damaged.
     """
     path = store.root / FILE
     if not path.is_file():
         raise ConfigError("the store has no inventory of slides yet: materialise slide_inventory first")
-    found = {}
-    for row in pq.read_table(path).to_pylist():
-        found[row["slide_key"]] = SlideRef(
-            key=row["slide_key"],
-            path=Path(row["path"]),
-            files=tuple(Path(p) for p in row["files"]),
-            root=Path(row["root"]),
-            root_label=row["root_label"],
-            relpath=row["relpath"],
-            mpp=row["mpp"],
-            hidden=row["hidden"],
-        )
-    return found
+    try:
+        with pq.ParquetFile(path) as file:
+            rows = file.read(_SCHEMA.names).cast(_SCHEMA).to_pylist()
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise ConfigError(
+            f"{FILE} in the store is damaged or of another version: materialise slide_inventory"
+        ) from error
+    return {row["slide_key"]: _ref(row) for row in rows}
+
+
+def _ref(row: dict[str, Any]) -> SlideRef:
+    files = tuple(Path(os.fsdecode(name)) for name in row["files"])
+    return SlideRef(
+        key=row["slide_key"],
+        path=files[0],
+        files=files,
+        root=Path(os.fsdecode(row["root"])),
+        root_label=os.fsdecode(row["root_label"]),
+        relpath=os.fsdecode(row["relpath"]),
+        mpp=row["mpp"],
+        hidden=row["hidden"],
+    )

@@ -1,5 +1,6 @@
 """One slide on its way through the stages: what it is, what is done already, and how a result is committed."""
 
+import logging
 import os
 import socket
 import time
@@ -12,16 +13,19 @@ from typing import Literal, Protocol, Self
 from pydantic import JsonValue
 
 from inference.engine.settings import Settings, Stage
-from inference.errors import MissingResult, SlideChanged
+from inference.errors import DamagedResult, MissingResult, SlideChanged, StoreError
 from inference.models.spec import ModelSpec
 from inference.slides.discovery import SlideRef
 from inference.slides.grid import TileGrid
-from inference.slides.identity import SlideIdentity, same_content, slide_identity, stamp
+from inference.slides.identity import FileStamp, SlideIdentity, same_content, slide_identity, stamp
 from inference.slides.reader import SlideReader, open_slide
 from inference.slides.resolution import ReadPlan, SlideResolution, plan_reading, resolve_mpp
 from inference.slides.sampling import make_grid
+from inference.store.files import disk_errors
 from inference.store.manifest import Counts, Manifest
 from inference.store.store import Address, Store
+
+log = logging.getLogger(__name__)
 
 
 class Progress(Protocol):
@@ -86,8 +90,14 @@ class SlideJob:
 
     @cached_property
     def identity(self) -> SlideIdentity:
-        """Content of the slide's files, as they are in this run."""
-        return slide_identity(self.ref, self.reader.quickhash)
+        """Content of the slide's files, as they are in this run.
+
+        Raises:
+            SlideChanged: they are no longer what this run began with.
+        """
+        identity = slide_identity(self.ref, self.reader.quickhash)
+        self._refuse_changed(identity.files)
+        return identity
 
     @cached_property
     def resolution(self) -> SlideResolution:
@@ -135,12 +145,25 @@ class SlideJob:
         }
 
     def finished(self, address: Address) -> Manifest | None:
-        """The result at an address, if it was made from this very slide with these inputs."""
-        manifest = self.store.read(address)
-        if manifest is None or manifest.inputs != self.inputs:
+        """The result at an address, if it is whole and was made from this very slide with these inputs."""
+        try:
+            manifest = self.store.read(address)
+            if manifest is None or manifest.inputs != self.inputs:
+                return None
+            recorded = _recorded_identity(manifest)
+            self._check_whole(address, manifest)
+        except DamagedResult as error:
+            log.warning("%s: computed again, since %s", self.ref.key, error)
             return None
-        recorded = SlideIdentity.from_json(manifest.identity)
         return manifest if same_content(recorded, self.ref, self.reader.quickhash) else None
+
+    def _check_whole(self, address: Address, manifest: Manifest) -> None:
+        """Refuse a result with a file missing or cut; digests are not compared, that would read everything."""
+        folder = self.store.path(address)
+        for record in manifest.files:
+            path = folder / record.name
+            if not path.is_file() or path.stat().st_size != record.size:
+                raise DamagedResult(f"{path} is missing or has not its recorded size")
 
     def require(self, address: Address, needed: str) -> Path:
         """Folder of a finished earlier result.
@@ -172,8 +195,9 @@ class SlideJob:
                 return StageResult(stage, model, folder, manifest, reused=True)
             started, clock = time.time(), time.monotonic()
             with self.store.work(address) as work:
-                draft = compute(work)
-                self._refuse_changed()
+                with disk_errors(work):
+                    draft = compute(work)
+                self._refuse_changed(stamp(self.ref))
                 manifest = self.store.publish(
                     address,
                     work,
@@ -184,7 +208,7 @@ class SlideJob:
                         recipe=address.recipe,
                         recipe_digest=address.digest,
                         execution=draft.execution,
-                        identity=self.identity.to_json(hidden=self.ref.hidden),
+                        identity=self.identity.to_json(hidden=self.ref.hidden or not _utf8(self.identity)),
                         inputs=self.inputs,
                         status=draft.status,
                         reason=draft.reason,
@@ -201,9 +225,21 @@ class SlideJob:
                 )
         return StageResult(stage, model, folder, manifest, reused=False)
 
-    def _refuse_changed(self) -> None:
-        if stamp(self.ref) != self._stamp:
+    def _refuse_changed(self, now: tuple[FileStamp, ...]) -> None:
+        if now != self._stamp:
             raise SlideChanged(
                 f"{self.ref.name}: the file changed while it was being processed (still being copied?): nothing was "
                 "kept; run again when it is complete"
             )
+
+
+def _utf8(identity: SlideIdentity) -> bool:
+    """Whether JSON can hold the names of the files; where not, they are known by their position."""
+    return all(file.name.encode("utf-8", "ignore").decode() == file.name for file in identity.files)
+
+
+def _recorded_identity(manifest: Manifest) -> SlideIdentity:
+    try:
+        return SlideIdentity.from_json(manifest.identity)
+    except StoreError as error:
+        raise DamagedResult(error.message) from error

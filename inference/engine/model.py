@@ -6,7 +6,9 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, cast
 
 from inference.batching import BatchScheduler
+from inference.engine.results import plain_message
 from inference.engine.settings import Settings
+from inference.errors import ArtifactRefused, Broken, CallerError
 from inference.models.artifact import ArtifactManifest
 from inference.models.registry import Checkpoint
 from inference.models.sample import Mode, PreparedSample, TileOutput
@@ -36,17 +38,29 @@ class EngineModel:
 
     @property
     def server(self) -> "BaseServerModel":
-        """The loaded model."""
+        """The loaded model.
+
+        Raises:
+            Broken: it does not load, or does not run even once; that is no slide's fault.
+        """
         with self._lock:
             if self._loaded is None:
-                # torch takes seconds to import: a run that finds everything done never needs it.
-                from inference.models.server_model import load_server_model
-
-                self._loaded = load_server_model(
-                    self._checkpoint, self._settings.device, fixed_batch=self._settings.batch_size
-                )
+                self._loaded = self._load()
                 self.loads += 1
             return self._loaded
+
+    def _load(self) -> "BaseServerModel":
+        # torch takes seconds to import: a run that finds everything done never needs it.
+        from inference.models.server_model import load_server_model
+
+        path, device, size = self._checkpoint.path, self._settings.device, self._settings.batch_size
+        try:
+            return load_server_model(self._checkpoint, device, fixed_batch=size)
+        except (Broken, CallerError):
+            raise
+        except Exception as error:
+            text = plain_message(str(error)) or type(error).__name__
+            raise ArtifactRefused(f"{path.name} does not run on {device} with batches of {size}: {text}") from error
 
     @property
     def scheduler(self) -> "BatchScheduler[PreparedSample, TileOutput]":

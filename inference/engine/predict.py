@@ -2,8 +2,9 @@
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,8 +41,10 @@ def predict_tiles(job: SlideJob, model: EngineModel, at: Addresses, work: Path) 
     feed = _Feed(job, model, TileSampler(job.reader, job.plan(model.spec), grid))
     forward_before = model.scheduler.statistics().forward_s if len(row) else 0.0
     clock = time.monotonic()
-    with ResultTables(work, model.spec, {"slide_key": job.ref.key, "recipe_digest": at.predict.digest}) as tables:
-        for i, result in enumerate(feed.results([*zip(row.tolist(), col.tolist(), strict=True)])):
+    about: dict[str, JsonValue] = {"slide_key": job.ref.key, "recipe_digest": at.predict.digest}
+    found = feed.results([*zip(row.tolist(), col.tolist(), strict=True)])
+    with ResultTables(work, model.spec, about) as tables, closing(found) as results:
+        for i, result in enumerate(results):
             tables.add((int(row[i]), int(col[i]), int(x[i]), int(y[i])), result)
             job.progress(job.ref.key, "predict", i + 1, len(row))
     counts = Counts(grid=grid.n_rows * grid.n_cols, planned=len(row), ok=tables.n_ok, failed=len(row) - tables.n_ok)
@@ -75,8 +78,11 @@ class _Feed:
         self._job, self._model, self._sampler = job, model, sampler
         self.read_s = 0.0
 
-    def results(self, tiles: list[tuple[int, int]]) -> Iterator[TileOutput | FailedTile]:
-        """One result per tile. A failed tile touches no other; what breaks everything is raised."""
+    def results(self, tiles: list[tuple[int, int]]) -> Generator[TileOutput | FailedTile, None, None]:
+        """One result per tile. A failed tile touches no other; what breaks everything is raised.
+
+        Closing it early ends the reading and takes back what is queued.
+        """
         ahead = 2 * self._job.settings.batch_size + self._job.settings.readers
         in_flight: deque[Future[TileOutput] | FailedTile] = deque()
         with ThreadPoolExecutor(self._job.settings.readers, thread_name_prefix="read") as pool:
@@ -96,6 +102,9 @@ class _Feed:
                     yield _outcome(in_flight.popleft())
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
+                for waiting in in_flight:
+                    if isinstance(waiting, Future):
+                        waiting.cancel()
 
     def _read(self, row: int, col: int) -> _Read:
         clock = time.monotonic()

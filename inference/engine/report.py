@@ -1,6 +1,7 @@
 """What the store knows of each slide, gathered for people: the cohort's report."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -9,11 +10,12 @@ from pydantic import JsonValue
 
 from inference.engine.chain import Chain
 from inference.engine.recipes import Addresses
+from inference.errors import DamagedResult
 from inference.models.spec import ModelSpec
 from inference.outputs.report import FailedTiles, SlideReport, write_report
 from inference.slides.discovery import SlideRef
 from inference.store.manifest import Manifest
-from inference.store.store import Address, FailureRecord
+from inference.store.store import Address, FailureRecord, Store
 
 
 def write_cohort_report(path: Path, title: str, chain: Chain, refs: Iterable[SlideRef]) -> list[SlideReport]:
@@ -34,8 +36,8 @@ def write_cohort_report(path: Path, title: str, chain: Chain, refs: Iterable[Sli
 def _slide(chain: Chain, ref: SlideRef, at: Addresses, spec: ModelSpec) -> SlideReport:
     store = chain.store
     failure = store.failure(ref.key)
-    info, tiles, predict, prediction = (store.read(a) for a in (at.info, at.tiles, at.predict, at.prediction))
-    heatmaps = [a for a in map(at.heatmap, chain.heatmaps_of(spec)) if store.read(a)]
+    info, tiles, predict, prediction = (_read(store, a) for a in (at.info, at.tiles, at.predict, at.prediction))
+    heatmaps = [a for a in map(at.heatmap, chain.heatmaps_of(spec)) if _read(store, a)]
     last = predict or tiles
     status = "failed" if failure or predict is None else predict.status
     return SlideReport(
@@ -59,6 +61,13 @@ def _slide(chain: Chain, ref: SlideRef, at: Addresses, spec: ModelSpec) -> Slide
         files=_files(chain, at, heatmaps),
         digests={"predict": at.predict.digest[:12], "tiles": at.tiles.digest[:12]},
     )
+
+
+def _read(store: Store, address: Address) -> Manifest | None:
+    """A damaged result counts as none: it must not cost the other slides their report."""
+    with suppress(DamagedResult):
+        return store.read(address)
+    return None
 
 
 def _reason(failure: FailureRecord | None, predict: Manifest | None) -> str | None:

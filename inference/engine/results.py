@@ -1,6 +1,7 @@
 """Result tables of one slide: embeddings, predictions, failures."""
 
 import contextlib
+import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -41,6 +42,12 @@ FAILURES_SCHEMA = pa.schema(
 )
 
 
+MAX_MESSAGE = 300
+# Absolute paths of two parts or more, quoted ones with their spaces; "tiles/s" and "1/2" are none.
+_PATH = re.compile(r"""(?<=['"])/[^'"\n]*/[^'"\n]*(?=['"])|(?<![\w.<])~?/[^\s/'":,;()]+(?:/[^\s/'":,;()]+)+/?""")
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
+
+
 @dataclass(frozen=True)
 class FailedTile:
     """Why a tile has no result."""
@@ -54,7 +61,14 @@ class FailedTile:
     @classmethod
     def of(cls, error: InferenceError, stage: TileStage) -> "FailedTile":
         """From the error that a stage raised; a read is tried twice, on a fresh handle the second time."""
-        return cls(stage, error.code, error.message, error.retryable, 2 if error.code == "read_error" else 1)
+        message = plain_message(error.message)
+        return cls(stage, error.code, message, error.retryable, 2 if error.code == "read_error" else 1)
+
+
+def plain_message(text: str) -> str:
+    """One short line without paths and addresses, so that it is the same in every run and names no file."""
+    line = " ".join(_PATH.sub("<path>", _ADDRESS.sub("<address>", text)).split())
+    return line if len(line) <= MAX_MESSAGE else f"{line[: MAX_MESSAGE - 1]}…"
 
 
 class ResultTables:

@@ -8,7 +8,7 @@ from inference.engine.job import Progress
 from inference.engine.settings import Settings
 from inference.errors import ConfigError
 from inference.models.registry import resolve_model
-from inference.slides.discovery import Inventory, discover
+from inference.slides.discovery import Inventory, discover, printable
 from inference.store.store import Store
 
 
@@ -45,6 +45,9 @@ def find_slides(sources: Sequence[str | Path], *, root: Path | None = None, secr
     """
     inventory = discover(sources, root=root, secret=secret)
     if not inventory.slides:
-        reasons = "".join(f"\n  {s.path.name}: {s.reason}" for s in inventory.skipped[:5])
-        raise ConfigError(f"no slide found under {', '.join(map(str, sources))}{reasons}")
+        hidden = secret is not None
+        skipped = [("a file" if hidden else printable(s.path.name), s.reason) for s in inventory.skipped[:5]]
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped)
+        where = "the sources" if hidden else ", ".join(map(str, sources))
+        raise ConfigError(f"no slide found under {where}" + (f" ({reasons})" if reasons else ""))
     return inventory

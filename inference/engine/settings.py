@@ -1,5 +1,6 @@
 """What a run may be told, with the defaults that everything shares."""
 
+import math
 import os
 from dataclasses import dataclass, field
 from typing import Literal
@@ -46,6 +47,8 @@ class Settings:
             raise ConfigError(
                 f"--mpp {self.mpp:g} is no µm/px of a slide: give a value in {PLAUSIBLE[0]:g}-{PLAUSIBLE[1]:g}"
             )
+        if not math.isfinite(self.threshold) or math.isnan(self.lock_wait_s):
+            raise ConfigError(f"threshold {self.threshold} and lock_wait_s {self.lock_wait_s} must be numbers")
         if not 0 <= self.min_tissue <= 1 or not 0 <= self.max_failed_share <= 1:
             raise ConfigError("min_tissue and max_failed_share are shares between 0 and 1")
         if min(self.batch_size, self.readers, self.top_k) < 1 or self.max_failed_tiles < 0 or self.lock_wait_s < 0:

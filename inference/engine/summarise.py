@@ -6,11 +6,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
-from PIL import Image
 
 from inference.engine.job import Draft, SlideJob
 from inference.engine.recipes import Addresses, execution
-from inference.engine.survey import read_tiles
+from inference.engine.survey import load_image, read_tiles, save_image
 from inference.models.spec import HeatmapSpec, ModelSpec
 from inference.outputs.aggregate import MeanPool, ScalarSummary
 from inference.outputs.heatmap import write_heatmap_ome, write_heatmap_tiff
@@ -18,7 +17,7 @@ from inference.outputs.overlay import draw_overlay, preview
 from inference.outputs.raster import Validity, rasterise
 from inference.store.files import canonical_json, write_atomic
 from inference.store.manifest import Manifest, read_manifest
-from inference.store.tables import SHARD, VECTOR, TableWriter, matrix, read_table, vectors
+from inference.store.tables import VECTOR, TableWriter, matrix, read_column, vectors
 
 
 def pool_features(job: SlideJob, spec: ModelSpec, at: Addresses, work: Path) -> Draft:
@@ -91,11 +90,11 @@ def draw_heatmap(job: SlideJob, spec: ModelSpec, at: Addresses, heatmap: Heatmap
     write_heatmap_tiff(work / "heatmap.tif", raster, low=heatmap.low, high=heatmap.high, description=about)
     seed = f"{address.digest}/{job.identity.sampled_sha256}"
     write_heatmap_ome(work / "heatmap.ome.tif", raster, name=heatmap.output, uuid_seed=seed, description=about)
-    thumbnail = np.asarray(Image.open(job.require(at.info, "heatmap") / "thumbnail.jpg"), np.uint8)
+    thumbnail = load_image(job.require(at.info, "heatmap") / "thumbnail.jpg")
     title = f"{spec.model_name}: {heatmap.output.replace('_', ' ')}"
     size = job.reader.level_sizes[0]
     overlay = draw_overlay(thumbnail, raster, size, title=title, low=heatmap.low, high=heatmap.high)
-    overlay.save(work / "overlay.png")
+    save_image(work / "overlay.png", overlay)
     write_atomic(work / "preview.jpg", preview(overlay))
     cells = {kind.name.lower(): int((raster.validity == kind).sum()) for kind in Validity}
     return _like(tiles, job, {"output": heatmap.output, "low": heatmap.low, "high": heatmap.high, "cells": cells})
@@ -116,7 +115,5 @@ def _like(tiles: Manifest, job: SlideJob, summary: dict[str, object]) -> Draft:
 
 def _batches(path: Path, column: str, size: int) -> Iterator[tuple[NDArray[np.float32], NDArray[np.bool_]]]:
     """Rows of a vector column and whether each is ok, shard by shard."""
-    table, _ = read_table(path)
-    for batch in table.select([column]).to_batches(max_chunksize=SHARD):
-        if len(batch):
-            yield matrix(pa.chunked_array([batch.column(0)]), size)
+    for part in read_column(path, column):
+        yield matrix(part, size)

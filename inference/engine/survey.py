@@ -1,6 +1,8 @@
 """The stages before any model runs: look at the slide, then plan its tiles."""
 
+import io
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ from pydantic import JsonValue
 
 from inference.engine.job import Draft, SlideJob
 from inference.engine.recipes import Addresses, execution
+from inference.errors import DamagedResult
 from inference.models.spec import ModelSpec
 from inference.slides.grid import TileGrid
 from inference.slides.overview import Overview, read_overview
@@ -34,8 +37,8 @@ TILES_SCHEMA = pa.schema(
 def survey_slide(job: SlideJob, work: Path) -> Draft:
     """Stage `info`: properties (an allow-list), thumbnail, and the overview that the tissue mask is made from."""
     reader, overview = job.reader, read_overview(job.reader, job.resolution.mpp)
-    Image.fromarray(overview.thumbnail).save(work / "thumbnail.jpg", quality=85)
-    Image.fromarray(overview.rgb).save(work / "overview.png")
+    save_image(work / "thumbnail.jpg", Image.fromarray(overview.thumbnail), quality=85)
+    save_image(work / "overview.png", Image.fromarray(overview.rgb))
     _save_plane(work / "missing.png", overview.missing)
     _save_plane(work / "unreadable.png", overview.unreadable.astype(np.float32))
     width, height = reader.level_sizes[0]
@@ -44,8 +47,8 @@ def survey_slide(job: SlideJob, work: Path) -> Draft:
         "height": height,
         "levels": [list(size) for size in reader.level_sizes],
         "vendor": reader.vendor,
-        "objective_power": reader.objective_power,
-        "mpp_stated": list(reader.mpp) if reader.mpp else None,
+        "objective_power": _json_number(reader.objective_power),
+        "mpp_stated": [_json_number(value) for value in reader.mpp] if reader.mpp else None,
         "mpp": list(job.resolution.mpp),
         "mpp_source": job.resolution.source,
         "overview_scale": list(overview.scale),
@@ -63,7 +66,7 @@ def plan_tiles(job: SlideJob, spec: ModelSpec, at: Addresses, work: Path) -> Dra
     mask = tissue_mask(overview)
     shares = coverage(overview, mask, grid)
     chosen = np.flatnonzero(shares.planned(job.settings.min_tissue))
-    Image.fromarray(mask.astype(np.uint8) * 255).convert("1").save(work / "mask.png")
+    save_image(work / "mask.png", Image.fromarray(mask.astype(np.uint8) * 255).convert("1"))
     summary: dict[str, JsonValue] = {
         "grid": [grid.n_rows, grid.n_cols],
         "tile_px": grid.tile_px,
@@ -86,19 +89,22 @@ def plan_tiles(job: SlideJob, spec: ModelSpec, at: Addresses, work: Path) -> Dra
 def load_overview(job: SlideJob, info: Path) -> Overview:
     """The overview as stage `info` stored it."""
     width, height = job.reader.level_sizes[0]
-    rgb = np.asarray(Image.open(info / "overview.png"), np.uint8)
+    rgb, thumbnail = load_image(info / "overview.png"), load_image(info / "thumbnail.jpg")
+    missing, unreadable = (load_image(info / f"{name}.png") for name in ("missing", "unreadable"))
     scale = read_scale(info)
-    missing, unreadable = (np.asarray(Image.open(info / f"{name}.png")) for name in ("missing", "unreadable"))
-    thumbnail = np.asarray(Image.open(info / "thumbnail.jpg"), np.uint8)
-    assert rgb.shape[0] * scale[1] >= height, "the overview covers the slide"
-    assert rgb.shape[1] * scale[0] >= width, "the overview covers the slide"
+    # A level-0 pixel is allowed for: the scale is a quotient and may be rounded down.
+    if rgb.shape[0] * scale[1] < height - 1 or rgb.shape[1] * scale[0] < width - 1:
+        raise DamagedResult(f"{info}: the overview does not cover the slide; delete the folder to compute it again")
     return Overview(rgb, (missing / np.float32(255)).astype(np.float32), unreadable > 0, scale, thumbnail)
 
 
 def read_scale(info: Path) -> tuple[float, float]:
     """Level-0 pixels per overview pixel, x and y."""
-    x, y = json.loads((info / "slide.json").read_text(encoding="utf-8"))["overview_scale"]
-    return (float(x), float(y))
+    try:
+        x, y = json.loads((info / "slide.json").read_bytes())["overview_scale"]
+        return (float(x), float(y))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedResult(f"{info / 'slide.json'} cannot be read: delete its folder to compute it again") from error
 
 
 def read_tiles(folder: Path) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
@@ -135,6 +141,32 @@ def _why_empty(grid: TileGrid) -> str:
     return "no tissue was found"
 
 
+def save_image(path: Path, image: Image.Image, **options: int) -> None:
+    """Encode by the suffix, then write: Pillow alone takes a disk that fills for success."""
+    data = io.BytesIO()
+    image.save(data, Image.registered_extensions()[path.suffix], **options)
+    write_atomic(path, data.getvalue())
+
+
+def load_image(path: Path) -> NDArray[np.uint8]:
+    """Pixels of a stored image.
+
+    Raises:
+        DamagedResult: it does not decode.
+    """
+    try:
+        with Image.open(path) as image:
+            return np.asarray(image, np.uint8)
+    except (OSError, ValueError, SyntaxError) as error:
+        text = f"{path} cannot be read ({type(error).__name__}): delete its folder to compute it again"
+        raise DamagedResult(text) from error
+
+
 def _save_plane(path: Path, plane: NDArray[np.float32]) -> None:
     """A plane of shares as 8-bit grey; any share above 0 stays above 0."""
-    Image.fromarray(np.ceil(np.clip(plane, 0, 1) * 255).astype(np.uint8)).save(path)
+    save_image(path, Image.fromarray(np.ceil(np.clip(plane, 0, 1) * 255).astype(np.uint8)))
+
+
+def _json_number(value: float | None) -> float | None:
+    """The number, or None where a slide states NaN or infinity, which JSON has no word for."""
+    return value if value is not None and math.isfinite(value) else None

@@ -1,38 +1,59 @@
 """A checkpoint and the manifest beside it that says what it is. Trust comes before parsing."""
 
 import hashlib
+import json
 import os
 import platform
 import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, BinaryIO, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from inference.errors import ArtifactRefused, UnknownModel
+from inference.contract import explain
+from inference.errors import ArtifactRefused, ConfigError, UnknownModel
 from inference.models.spec import ModelSpec
 
 SCHEMA_VERSION = 1
 
+MAX_MANIFEST_BYTES = 16 << 20
+"""A spec with 20,000 gene names takes 0.4 MB."""
+
+MAX_BATCH = 4096
+"""Upper bound of the dynamic batch axis of our exports."""
+
 Format = Literal["aotinductor", "exported-program"]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class ArtifactManifest(BaseModel):
-    """Pins one checkpoint file: its bytes, what runs it, and the spec it implements."""
+    """Pins one checkpoint file: its bytes, what runs it, and the spec it implements.
+
+    Attributes:
+        arch: machine type it was made on, e.g. `x86_64`.
+        cpu_features: instruction sets that compiled code may use; code that meets another processor dies of it.
+        max_batch: most rows of one forward.
+        source_sha256: digest of the code that defines the module.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     schema_version: int = SCHEMA_VERSION
     file: str
     size: int
-    sha256: str
+    sha256: Sha256
     format: Format
     torch_version: str
     arch: str
+    cpu_features: tuple[str, ...] = ()
     device: str
-    weights_sha256: str
-    source_sha256: str
+    max_batch: Annotated[int, Field(gt=0)] = MAX_BATCH
+    weights_sha256: Sha256
+    source_sha256: Sha256
     spec: ModelSpec
 
 
@@ -46,57 +67,133 @@ def load_manifest(checkpoint: Path) -> ArtifactManifest:
 
     Raises:
         UnknownModel: there is no checkpoint.
-        ArtifactRefused: there is no manifest, or it is not one, or of a newer schema.
+        ArtifactRefused: the checkpoint is no regular file, or its manifest is missing, unusable or of a newer schema.
     """
-    if not checkpoint.is_file():
+    if not os.path.lexists(checkpoint):
         raise UnknownModel(f"no checkpoint at {checkpoint}")
+    with _open_regular(checkpoint):
+        pass
     path = manifest_path(checkpoint)
-    try:
-        manifest = ArtifactManifest.model_validate_json(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         raise ArtifactRefused(
             f"{checkpoint.name} has no manifest {path.name}: a .pt2 is code, so an unpinned one is not loaded"
-        ) from None
+        )
+    with _open_regular(path) as stream:
+        text = stream.read(MAX_MANIFEST_BYTES + 1)
+    try:
+        if len(text) > MAX_MANIFEST_BYTES:
+            raise ArtifactRefused(f"{path.name} is not an artifact manifest: it has over {MAX_MANIFEST_BYTES} bytes")
+        _check_schema(json.loads(text), path.name)
+        return ArtifactManifest.model_validate_json(text)
     except ValidationError as error:
+        raise ArtifactRefused(f"{path.name} is not an artifact manifest: {explain(error)}") from None
+    except (ValueError, RecursionError) as error:
         raise ArtifactRefused(f"{path.name} is not an artifact manifest: {error}") from None
-    if manifest.schema_version > SCHEMA_VERSION:
-        raise ArtifactRefused(f"{path.name} has schema {manifest.schema_version}, this version reads {SCHEMA_VERSION}")
-    return manifest
 
 
 def verify_artifact(checkpoint: Path, manifest: ArtifactManifest, device: str) -> None:
     """Refuse a checkpoint before anything parses it.
 
     Raises:
-        ArtifactRefused: wrong bytes, torch version, architecture or device, with the remedy.
+        ArtifactRefused: wrong bytes, torch version, processor or device, with the remedy.
     """
-    remedy = f"export it again: slide-inference run --model {manifest.spec.model_name} exports a registered model"
-    if (torch_version := version("torch")) != manifest.torch_version:
-        raise ArtifactRefused(
-            f"{checkpoint.name} was exported by torch {manifest.torch_version}, this is {torch_version}; {remedy}"
-        )
-    if manifest.format == "aotinductor" and manifest.arch != platform.machine():
-        raise ArtifactRefused(
-            f"{checkpoint.name} is compiled for {manifest.arch}, this machine is {platform.machine()}; {remedy}"
-        )
-    if manifest.format == "aotinductor" and manifest.device != device.split(":")[0]:
-        raise ArtifactRefused(f"{checkpoint.name} is compiled for {manifest.device}, not {device}; {remedy}")
-    size, digest = hash_regular_file(checkpoint)
-    if (size, digest) != (manifest.size, manifest.sha256):
-        raise ArtifactRefused(
-            f"{checkpoint.name} is not the file its manifest pins (sha256 {digest[:12]}, expected "
-            f"{manifest.sha256[:12]}); {remedy}"
-        )
+    _check_machine(checkpoint.name, manifest, device)
+    _check_bytes(checkpoint.name, manifest, *hash_regular_file(checkpoint))
+
+
+@contextmanager
+def verified_copy(checkpoint: Path, manifest: ArtifactManifest, device: str) -> Iterator[Path]:
+    """A private copy of a checkpoint that verifies, to load from: loaders open by path, and paths change hands.
+
+    Raises:
+        ArtifactRefused: as `verify_artifact`.
+        ConfigError: no room for the copy.
+    """
+    _check_machine(checkpoint.name, manifest, device)
+    with tempfile.TemporaryDirectory(prefix="slide-inference-") as folder:
+        copy = Path(folder) / "model.pt2"
+        try:
+            with _open_regular(checkpoint) as source, copy.open("xb") as target:
+                size, digest = _hash(source, target)
+        except OSError as error:
+            raise ConfigError(
+                f"{checkpoint.name} cannot be copied to {folder}: {error.strerror}; point TMPDIR to a folder with room"
+            ) from None
+        _check_bytes(checkpoint.name, manifest, size, digest)
+        yield copy
 
 
 def hash_regular_file(path: Path) -> tuple[int, str]:
     """Size and SHA-256 of the opened descriptor; links, pipes and devices are refused."""
+    with _open_regular(path) as stream:
+        return _hash(stream)
+
+
+def cpu_features() -> tuple[str, ...]:
+    """Instruction sets of this processor, as torch names them."""
+    import torch  # a manifest can be read without it
+
+    return tuple(sorted(name for name, present in torch.cpu.get_capabilities().items() if present is True))
+
+
+def _check_schema(manifest: object, name: str) -> None:
+    # Before validation: a newer schema has fields that this one would call unknown.
+    found = manifest.get("schema_version", SCHEMA_VERSION) if isinstance(manifest, dict) else SCHEMA_VERSION
+    if isinstance(found, int) and found > SCHEMA_VERSION:
+        raise ArtifactRefused(
+            f"{name} has schema {found}, this version reads {SCHEMA_VERSION}: upgrade slide-inference"
+        )
+
+
+def _check_machine(name: str, manifest: ArtifactManifest, device: str) -> None:
+    remedy = _remedy(manifest)
+    if (torch_version := version("torch")) != manifest.torch_version:
+        raise ArtifactRefused(
+            f"{name} was exported by torch {manifest.torch_version}, this is {torch_version}; {remedy}"
+        )
+    if manifest.format != "aotinductor":
+        return
+    if manifest.arch != platform.machine():
+        raise ArtifactRefused(f"{name} is compiled for {manifest.arch}, this machine is {platform.machine()}; {remedy}")
+    if manifest.device != device.split(":")[0]:
+        raise ArtifactRefused(f"{name} is compiled for {manifest.device}, not {device}; {remedy}")
+    if manifest.cpu_features and (missing := set(manifest.cpu_features) - set(cpu_features())):
+        raise ArtifactRefused(
+            f"{name} is compiled for a processor with {', '.join(sorted(missing))}, which this one lacks; {remedy}"
+        )
+
+
+def _check_bytes(name: str, manifest: ArtifactManifest, size: int, digest: str) -> None:
+    if (size, digest) != (manifest.size, manifest.sha256):
+        raise ArtifactRefused(
+            f"{name} is not the file its manifest pins ({size} bytes, sha256 {digest[:12]}; expected {manifest.size}, "
+            f"{manifest.sha256[:12]}); {_remedy(manifest)}"
+        )
+
+
+def _remedy(manifest: ArtifactManifest) -> str:
+    return f"export it again: slide-inference run --model {manifest.spec.model_name} exports a registered model"
+
+
+@contextmanager
+def _open_regular(path: Path) -> Iterator[BinaryIO]:
+    # O_NONBLOCK: a pipe must be refused, not waited for.
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        raise ArtifactRefused(f"{path.name} cannot be opened as a regular file: {error.strerror}") from None
+        raise ArtifactRefused(f"{path.name} cannot be opened as a regular file, not a link: {error.strerror}") from None
     with os.fdopen(descriptor, "rb") as stream:
         info = os.fstat(descriptor)
-        if not stat.S_ISREG(info.st_mode):
-            raise ArtifactRefused(f"{path.name} is not a regular file")
-        return info.st_size, hashlib.file_digest(stream, "sha256").hexdigest()
+        if not stat.S_ISREG(info.st_mode) or info.st_nlink != 1:
+            raise ArtifactRefused(f"{path.name} is not a regular file with one name: copy the file itself there")
+        yield stream
+
+
+def _hash(source: BinaryIO, copy: BinaryIO | None = None) -> tuple[int, str]:
+    digest, size = hashlib.sha256(), 0
+    while block := source.read(1 << 20):
+        digest.update(block)
+        size += len(block)
+        if copy is not None:
+            copy.write(block)
+    return size, digest.hexdigest()

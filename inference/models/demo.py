@@ -33,7 +33,7 @@ class DemoNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         inverse = torch.linalg.inv(torch.tensor(RGB_FROM_HED, dtype=torch.float64))
-        self.register_buffer("hed_from_rgb", inverse.to(torch.float32))
+        self.register_buffer("hed_from_rgb", inverse.to(torch.float32).contiguous())
 
     def forward(self, image: Tensor) -> tuple[Tensor, Tensor]:
         hematoxylin, eosin = self.separate(image)
@@ -41,10 +41,12 @@ class DemoNet(nn.Module):
         area, mean_h, mean_e = (m.mean(dim=(1, 2)) for m in (positive, hematoxylin, eosin))
         gradient = F.pad((hematoxylin[:, :, 1:] - hematoxylin[:, :, :-1]).abs(), (0, 1))
         gradient = gradient + F.pad((hematoxylin[:, 1:] - hematoxylin[:, :-1]).abs(), (0, 0, 0, 1))
-        pooled = _pool(torch.stack((hematoxylin, eosin, hematoxylin.square(), gradient), dim=1))
-        mean_map, square = pooled[:, 0], pooled[:, 2]
-        spread = (square - mean_map.square()).clamp_min(0).sqrt()
-        embedding = torch.cat((mean_map, pooled[:, 1], spread, pooled[:, 3]), dim=1)
+        cells = _cells(torch.stack((hematoxylin, eosin, gradient), dim=1))
+        means = cells.mean(dim=(3, 5), keepdim=True)
+        # About the mean, not E[x^2] - E[x]^2: on an even cell that difference is rounding, and its root is not small.
+        spread = (cells[:, 0] - means[:, 0]).square().mean(dim=(2, 4)).sqrt()
+        means_h, means_e, means_gradient = means.flatten(2).unbind(dim=1)
+        embedding = torch.cat((means_h, means_e, spread.flatten(1), means_gradient), dim=1)
         return embedding, torch.stack((area, mean_h, mean_e), dim=1)
 
     def separate(self, image: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,8 +59,7 @@ class DemoNet(nn.Module):
         return hematoxylin, eosin
 
 
-def _pool(maps: Tensor) -> Tensor:
-    """Means over POOL x POOL cells: (B, M, H, W) -> (B, M, POOL * POOL)."""
+def _cells(maps: Tensor) -> Tensor:
+    """(B, M, H, W) -> (B, M, POOL, H / POOL, POOL, W / POOL)."""
     batch, count, height, width = maps.shape
-    cells = maps.reshape(batch, count, POOL, height // POOL, POOL, width // POOL)
-    return cells.mean(dim=(3, 5)).flatten(2)
+    return maps.reshape(batch, count, POOL, height // POOL, POOL, width // POOL)

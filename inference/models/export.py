@@ -1,24 +1,30 @@
-"""Turns a torch module into a pinned checkpoint, once per (weights, spec, torch, architecture)."""
+"""Turns a torch module into a pinned checkpoint, once per (weights, spec, code, torch, processor)."""
 
 import fcntl
 import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
+import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.fx.experimental import _config as shapes
 
-from inference.errors import ArtifactRefused
+from inference.errors import ArtifactRefused, ConfigError
+from inference.models import _torch_noise as _torch_noise  # before the compiler is first imported
 from inference.models.artifact import (
+    MAX_BATCH,
     ArtifactManifest,
     Format,
+    cpu_features,
     hash_regular_file,
     load_manifest,
     manifest_path,
@@ -29,8 +35,8 @@ from inference.store.files import canonical_json
 
 log = logging.getLogger(__name__)
 
-MAX_BATCH = 4096
-"""Upper bound of the dynamic batch axis."""
+EXPORT_VERSION = 1
+"""Raised when the way of exporting changes, so that cached checkpoints are made anew."""
 
 
 def export_model(module: nn.Module, spec: ModelSpec, folder: Path, *, source_sha256: str) -> Path:
@@ -44,21 +50,26 @@ def export_model(module: nn.Module, spec: ModelSpec, folder: Path, *, source_sha
 
     Returns:
         Path of the `.pt2`; its manifest lies beside it.
+
+    Raises:
+        ConfigError: the folder cannot be written to, or the C++ compiler fails.
     """
-    weights = weights_sha256(module)
     kind: Format = "aotinductor" if has_cpp_compiler() else "exported-program"
-    identity = (
-        f"{weights}:{source_sha256}:{canonical_json(spec.recipe())}:{version('torch')}:{platform.machine()}:{kind}"
-    )
-    name = f"{spec.model_name}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}.pt2"
-    checkpoint = folder / name
-    folder.mkdir(parents=True, exist_ok=True)
-    with _exclusive(folder / f".{name}.lock"):
-        if _verifies(checkpoint):
+    pinned = ArtifactManifest(
+        file="", size=0, sha256="0" * 64, format=kind, torch_version=version("torch"), arch=platform.machine(),
+        cpu_features=cpu_features() if kind == "aotinductor" else (), device="cpu",
+        weights_sha256=weights_sha256(module), source_sha256=source_sha256, spec=spec,
+    )  # fmt: skip
+    checkpoint = folder / f"{spec.model_name}-{_identity(pinned)[:12]}.pt2"
+    pinned = pinned.model_copy(update={"file": checkpoint.name})
+    with _exclusive(folder, checkpoint.name):
+        if cached := _verified(checkpoint):
+            if cached.spec != spec:  # what is only drawn differently needs no new export
+                _replace_manifest(checkpoint, cached.model_copy(update={"spec": spec}))
             return checkpoint
         if kind == "exported-program":
             log.warning("no C++ compiler found: %s is exported as a portable program, slower to run", spec.model_name)
-        _export(module.eval(), spec, checkpoint, kind, weights, source_sha256)
+        _export(module.eval(), checkpoint, pinned)
     return checkpoint
 
 
@@ -67,57 +78,85 @@ def weights_sha256(module: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
         digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
-        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+        # As bytes: numpy has no bfloat16.
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
 
 
 def has_cpp_compiler() -> bool:
-    """Whether AOTInductor can compile here: `$CXX`, g++ or clang++."""
-    return any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++") if name)
+    """Whether torch will find a C++ compiler here: `$CXX` if set, else g++ (clang++ on macOS)."""
+    command = shlex.split(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++"))
+    return bool(command) and shutil.which(command[0]) is not None
 
 
-def _export(
-    module: nn.Module, spec: ModelSpec, checkpoint: Path, kind: Format, weights: str, source_sha256: str
-) -> None:
-    example = torch.zeros((2, *spec.input_shape), dtype=torch.uint8)
+def _identity(pinned: ArtifactManifest) -> str:
+    """Digest of all that decides what an export contains."""
+    decides = pinned.model_dump(mode="json", exclude={"file", "size", "sha256", "spec"})
+    decides |= {"spec": pinned.spec.recipe(), "export_version": EXPORT_VERSION}
+    return hashlib.sha256(canonical_json(decides).encode()).hexdigest()
+
+
+def _export(module: nn.Module, checkpoint: Path, pinned: ArtifactManifest) -> None:
+    example = torch.zeros((2, *pinned.spec.input_shape), dtype=torch.uint8)
     batch = torch.export.Dim("batch", min=1, max=MAX_BATCH)
-    program = torch.export.export(module, (example,), dynamic_shapes=({0: batch},))
+    prefix = f".{checkpoint.stem}-"
+    for stale in checkpoint.parent.glob(f"{prefix}*/"):  # of an export that was killed: ours is the only one now
+        shutil.rmtree(stale, ignore_errors=True)
     # Compiled beside its final place, so that the rename stays within one file system.
-    with tempfile.TemporaryDirectory(dir=checkpoint.parent, prefix=".export-") as scratch:
+    with tempfile.TemporaryDirectory(dir=checkpoint.parent, prefix=prefix) as scratch:
         built = Path(scratch) / "model.pt2"
-        _writers()[kind](program, built)
+        # torch otherwise takes a batch of one for another program, and compiled code then refuses it.
+        with shapes.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]  # torch adds it at import
+            program = torch.export.export(module, (example,), dynamic_shapes=({0: batch},))
+            _write(program, built, pinned.format)
         size, digest = hash_regular_file(built)
-        manifest = ArtifactManifest(
-            file=checkpoint.name, size=size, sha256=digest, format=kind, torch_version=version("torch"),
-            arch=platform.machine(), device="cpu", weights_sha256=weights, source_sha256=source_sha256, spec=spec,
-        )  # fmt: skip
-        written = Path(scratch) / "manifest.json"
-        written.write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        manifest_path(checkpoint).unlink(missing_ok=True)  # never an old manifest beside a new file
         built.replace(checkpoint)
-        written.replace(manifest_path(checkpoint))
+    _replace_manifest(checkpoint, pinned.model_copy(update={"size": size, "sha256": digest}))
 
 
-def _writers() -> dict[Format, Callable[[torch.export.ExportedProgram, Path], object]]:
-    return {
-        "aotinductor": lambda program, path: torch._inductor.aoti_compile_and_package(program, package_path=str(path)),
-        "exported-program": lambda program, path: torch.export.save(program, str(path)),
-    }
-
-
-def _verifies(checkpoint: Path) -> bool:
-    if not checkpoint.is_file() or not manifest_path(checkpoint).is_file():
-        return False
+def _write(program: torch.export.ExportedProgram, path: Path, kind: Format) -> None:
+    if kind == "exported-program":
+        torch.export.save(program, str(path))
+        return
     try:
-        verify_artifact(checkpoint, load_manifest(checkpoint), "cpu")
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+    except Exception as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise ConfigError(
+            f"compiling failed: {reason}; mend the C++ compiler, or set CXX to nothing for the slower portable form"
+        ) from error
+
+
+def _replace_manifest(checkpoint: Path, manifest: ArtifactManifest) -> None:
+    written = checkpoint.with_name(f".{checkpoint.name}.json")  # the lock keeps others away from this name
+    written.write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    written.replace(manifest_path(checkpoint))
+
+
+def _verified(checkpoint: Path) -> ArtifactManifest | None:
+    """The manifest of a cached checkpoint that can be used as it is."""
+    if not checkpoint.is_file() or not manifest_path(checkpoint).is_file():
+        return None
+    try:
+        manifest = load_manifest(checkpoint)
+        verify_artifact(checkpoint, manifest, "cpu")
     except ArtifactRefused as error:
         log.warning("%s is exported anew: %s", checkpoint.name, error)
-        return False
-    return True
+        return None
+    return manifest
 
 
 @contextmanager
-def _exclusive(path: Path) -> Iterator[None]:
+def _exclusive(folder: Path, name: str) -> Iterator[None]:
     """One exporter at a time; the lock goes with its process."""
-    with path.open("w") as stream:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        stream = (folder / f".{name}.lock").open("w")
+    except OSError as error:
+        raise ConfigError(
+            f"models cannot be exported to {folder}: {error.strerror}; set SLIDE_MODEL_CACHE to a folder to write to"
+        ) from None
+    with stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         yield

@@ -2,13 +2,14 @@
 
 import hashlib
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from inference.errors import ConfigError, UnknownModel
 from inference.models.artifact import ArtifactManifest, load_manifest
-from inference.models.spec import load_model_spec
+from inference.models.spec import MODEL_NAME, load_model_spec
 
 SAGEMAKER_MODELS = Path("/opt/ml/model")
 
@@ -24,24 +25,26 @@ class Checkpoint:
 def resolve_model(name_or_path: str, *, cache: Path | None = None) -> Checkpoint:
     """Find, or export on first use, the checkpoint a user means.
 
-    Looks at, in this order: a path to a `.pt2`; `<name>.pt2` in the folders of `SLIDE_MODELS` and in
-    /opt/ml/model; registered models that export themselves (`demo`), cached in `cache`, else in
-    `SLIDE_MODEL_CACHE`, else in the user's cache folder.
+    Looks at, in this order: a path that ends in `.pt2`; `<name>.pt2` among the files and in the folders of
+    `SLIDE_MODELS`, then in /opt/ml/model; registered models that export themselves (`demo`), cached in `cache`,
+    else in `SLIDE_MODEL_CACHE`, else in the user's cache folder.
 
     Raises:
         UnknownModel: nothing has this name.
         ArtifactRefused: the checkpoint has no usable manifest.
+        ConfigError: `SLIDE_MODELS` names what does not exist, or the export failed.
     """
-    path = Path(name_or_path)
-    if path.suffix == ".pt2" or path.is_file():
+    if name_or_path.endswith(".pt2"):
+        path = Path(name_or_path)
         return Checkpoint(path, load_manifest(path))
-    for folder in _model_folders():
-        for found in (folder / f"{name_or_path}.pt2", folder / name_or_path / f"{name_or_path}.pt2"):
-            if found.is_file():
+    # A name is looked up, never taken as part of a path that leads out of the model folders.
+    if re.fullmatch(MODEL_NAME, name_or_path):
+        for found in _places(name_or_path):
+            if os.path.lexists(found):
                 return Checkpoint(found, load_manifest(found))
-    if exporter := _EXPORTERS.get(name_or_path):
-        exported = exporter(cache or model_cache())
-        return Checkpoint(exported, load_manifest(exported))
+        if exporter := _EXPORTERS.get(name_or_path):
+            exported = exporter(cache or model_cache())
+            return Checkpoint(exported, load_manifest(exported))
     raise UnknownModel(
         f"no model {name_or_path!r}: give the path of a .pt2 checkpoint with its manifest, "
         f"or one of the registered names: {', '.join(sorted(_EXPORTERS))}"
@@ -61,12 +64,23 @@ def model_cache() -> Path:
     return Path(home) / "slide-inference" / "models"
 
 
-def _model_folders() -> list[Path]:
-    configured = [Path(p) for p in os.environ.get("SLIDE_MODELS", "").split(os.pathsep) if p]
-    for path in configured:
-        if not path.exists():
-            raise ConfigError(f"SLIDE_MODELS names {path}, which does not exist")
-    return [path for path in configured if path.is_dir()] + [SAGEMAKER_MODELS]
+def _places(name: str) -> Iterator[Path]:
+    """Where the checkpoint of a model may lie, the preferred place first."""
+    for place in [*_configured(), SAGEMAKER_MODELS]:
+        if place.is_file():
+            if place.name == f"{name}.pt2":
+                yield place
+        else:
+            yield place / f"{name}.pt2"
+            yield place / name / f"{name}.pt2"
+
+
+def _configured() -> list[Path]:
+    places = [Path(p) for p in os.environ.get("SLIDE_MODELS", "").split(os.pathsep) if p]
+    for place in places:
+        if not place.exists():
+            raise ConfigError(f"SLIDE_MODELS names {place}, which does not exist")
+    return places
 
 
 def _export_demo(cache: Path) -> Path:

@@ -1,7 +1,7 @@
 """Runs a verified checkpoint: arrays in, arrays out, and nothing else is promised."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from inference.errors import DeviceBroken, ModelContractError
-from inference.models.artifact import ArtifactManifest, verify_artifact
+from inference.errors import ArtifactRefused, BadRequest, ConfigError, DeviceBroken, ModelContractError
+from inference.models import _torch_noise as _torch_noise  # before the compiler is first imported
+from inference.models.artifact import ArtifactManifest, verified_copy
 
 
 class Runtime(Protocol):
@@ -18,6 +19,7 @@ class Runtime(Protocol):
 
     Attributes:
         kind: which machinery runs it, e.g. `aotinductor`; part of the recipe.
+        device: torch device string.
     """
 
     kind: str
@@ -29,35 +31,77 @@ class Runtime(Protocol):
 
 
 class TorchRuntime:
-    """A `.pt2`: an AOTInductor package, or the portable exported program."""
+    """A `.pt2`: an AOTInductor package, or the portable exported program.
+
+    Raises:
+        ArtifactRefused: the checkpoint is not what its manifest pins, not for this machine, or does not load.
+        ConfigError: this machine has no such device.
+    """
 
     def __init__(self, checkpoint: Path, manifest: ArtifactManifest, device: str = "cpu") -> None:
-        verify_artifact(checkpoint, manifest, device)
         self.kind: str = manifest.format
         self.device = device
         self._names = tuple(output.name for output in manifest.spec.outputs)
-        # A compiled package trusts its caller with shapes unless told otherwise, and then reads garbage.
-        os.environ["AOTI_RUNTIME_CHECK_INPUTS"] = "1"
-        self._call: Callable[[torch.Tensor], torch.Tensor | Sequence[torch.Tensor]]
-        if manifest.format == "aotinductor":
-            self._call = torch._inductor.aoti_load_package(str(checkpoint))
-        else:
-            self._call = torch.export.load(str(checkpoint)).module().to(device)
+        self._tile_shape = manifest.spec.input_shape
+        self._max_batch = manifest.max_batch
+        with verified_copy(checkpoint, manifest, device) as private:
+            place = _find_device(device)
+            try:
+                self._call = _load(private, manifest, place)
+            except Exception as error:
+                reason = (str(error).splitlines() or [""])[0]
+                raise ArtifactRefused(
+                    f"{checkpoint.name} does not load: {type(error).__name__}: {reason}; export it again"
+                ) from error
 
     @torch.inference_mode()
     def run(self, batch: NDArray[np.uint8]) -> tuple[NDArray[np.float32], ...]:
         """See `Runtime.run`.
 
         Raises:
+            BadRequest: a batch that the graph was not made for.
             DeviceBroken: CUDA reported an error that no later call on this process survives.
             ModelContractError: the graph returned something other than one tensor per declared output.
         """
+        if batch.dtype != np.uint8 or batch.shape[1:] != self._tile_shape or not 0 < len(batch) <= self._max_batch:
+            raise BadRequest(
+                f"the graph takes 1 to {self._max_batch} uint8 tiles of {self._tile_shape}, not {batch.dtype} "
+                f"{batch.shape}"
+            )
         try:
-            found = self._call(torch.from_numpy(batch).to(self.device))
-            outputs = (found,) if isinstance(found, torch.Tensor) else tuple(found)
-            arrays = tuple(output.to("cpu", torch.float32).numpy() for output in outputs)
+            return self._arrays(self._call(torch.from_numpy(batch).to(self.device)))
         except torch.AcceleratorError as error:
             raise DeviceBroken(f"the device failed: {str(error).splitlines()[0]}") from error
-        if len(arrays) != len(self._names):
-            raise ModelContractError(f"the graph returned {len(arrays)} outputs, its spec names {self._names}")
-        return arrays
+
+    def _arrays(self, found: object) -> tuple[NDArray[np.float32], ...]:
+        outputs = tuple(found) if isinstance(found, tuple | list) else (found,)
+        tensors = [output for output in outputs if isinstance(output, torch.Tensor)]
+        if len(tensors) != len(outputs) or len(outputs) != len(self._names):
+            kinds = ", ".join(type(output).__name__ for output in outputs)
+            raise ModelContractError(f"the graph returned ({kinds}), its spec names the tensors {self._names}")
+        return tuple(tensor.to("cpu", torch.float32).numpy() for tensor in tensors)
+
+
+def _find_device(name: str) -> torch.device:
+    present = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"{name!r} is no device: give cpu, cuda, cuda:1 or mps") from None
+    if (device.index or 0) >= present.get(device.type, 0):
+        found = ", ".join(f"{count} {kind}" for kind, count in present.items() if count)
+        raise ConfigError(f"this machine has no device {name}: torch sees {found}")
+    return device
+
+
+def _load(path: Path, manifest: ArtifactManifest, device: torch.device) -> Callable[[torch.Tensor], object]:
+    # A compiled package trusts its caller with shapes unless told otherwise, and then reads garbage.
+    os.environ["AOTI_RUNTIME_CHECK_INPUTS"] = "1"
+    call: Callable[[torch.Tensor], object]
+    if manifest.format == "aotinductor":
+        call = torch._inductor.aoti_load_package(
+            str(path), device_index=-1 if device.index is None or device.type == "cpu" else device.index
+        )
+    else:
+        call = torch.export.load(str(path)).module().to(device)
+    return call

@@ -8,7 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference.contract import ModelMetadata, ModelRequest, ModelResponse
-from inference.errors import BadRequest, ForwardError, InferenceError, ModelContractError, NonFiniteOutput
+from inference.errors import (
+    ArtifactRefused,
+    BadRequest,
+    ConfigError,
+    ForwardError,
+    InferenceError,
+    ModelContractError,
+    NonFiniteOutput,
+)
 from inference.models.artifact import ArtifactManifest, load_manifest
 from inference.models.registry import Checkpoint, resolve_model
 from inference.models.runtime import Runtime, TorchRuntime
@@ -31,6 +39,11 @@ class BaseServerModel:
         directory: folder of exported checkpoints.
         fixed_batch: pad every forward to exactly this many rows. At a fixed shape a row's result does
             not depend on its neighbours or its place, so results are reproducible bit for bit.
+
+    Raises:
+        UnknownModel: no such checkpoint.
+        ArtifactRefused: the checkpoint is not what its manifest pins, or not for this machine.
+        ConfigError: another spec than the checkpoint's, a device that is not there, or a batch it cannot take.
     """
 
     def __init__(
@@ -45,7 +58,9 @@ class BaseServerModel:
         path = Path(directory) / checkpoint
         self.manifest: ArtifactManifest = load_manifest(path)
         if self.manifest.spec.recipe() != spec.recipe():
-            raise ModelContractError(f"{checkpoint} implements another spec than {spec.model_name} {spec.version}")
+            raise ConfigError(f"{checkpoint} implements another spec than {spec.model_name} {spec.version}")
+        if fixed_batch is not None and not 1 <= fixed_batch <= self.manifest.max_batch:
+            raise ConfigError(f"{checkpoint} takes batches of 1 to {self.manifest.max_batch} tiles, not {fixed_batch}")
         self._spec = spec
         self._fixed_batch = fixed_batch
         self.runtime: Runtime = TorchRuntime(path, self.manifest, device)
@@ -87,7 +102,9 @@ class BaseServerModel:
             raise BadRequest(
                 f"{self.model_name} takes {height} x {width} x {channels} uint8 tiles, not {rgb.shape} {rgb.dtype}"
             )
-        return PreparedSample(np.ascontiguousarray(rgb.transpose(2, 0, 1)))
+        tile = np.array(rgb.transpose(2, 0, 1), order="C")  # a copy: the caller may reuse its buffer
+        tile.setflags(write=False)
+        return PreparedSample(tile)
 
     def preprocess_bulk_rna(self, counts: Sequence[float]) -> Sequence[float]:
         """Apply the spec's omics transform; without one, return the counts unchanged."""
@@ -102,7 +119,10 @@ class BaseServerModel:
 
         Raises:
             ForwardError: the forward pass failed, or a row of it is not finite.
+            BadRequest: the model has no such mode, or there are more samples than requests or fewer.
         """
+        if len(samples) != len(requests):
+            raise BadRequest(f"{len(samples)} samples and {len(requests)} requests: give one of each per tile")
         answers = []
         for request, output in zip(requests, self.forward_tiles(samples, [mode] * len(samples)), strict=True):
             if isinstance(output, InferenceError):
@@ -113,31 +133,40 @@ class BaseServerModel:
     def forward_tiles(
         self, samples: Sequence[PreparedSample], modes: Sequence[Mode]
     ) -> list[TileOutput | NonFiniteOutput]:
-        """Run a batch on the tensor path: one result per sample, in order; a row with NaN or infinity is an error.
+        """Run a batch on the tensor path: one result per sample, in order.
+
+        A row with NaN or infinity in a head that was asked for is an error; its neighbours are not affected.
 
         Raises:
             ForwardError: the forward pass failed as a whole.
             ModelContractError: the graph returned other counts or shapes than its spec declares.
+            BadRequest: an unknown mode, or a sample that is not one of this model.
         """
+        if len(samples) != len(modes):
+            raise BadRequest(f"{len(samples)} samples and {len(modes)} modes: give one of each per tile")
         for mode in set(modes):
             self.check_mode(mode)
-        arrays = self._run(np.stack([sample.tile for sample in samples]))
-        finite = np.logical_and.reduce([np.isfinite(a).reshape(len(samples), -1).all(axis=1) for a in arrays.values()])
+        if not samples:
+            return []
+        arrays = self._run(self._stacked(samples))
         results: list[TileOutput | NonFiniteOutput] = []
         for row, mode in enumerate(modes):
-            if not finite[row]:
+            wanted = [name for name in arrays if name in mode]
+            if not all(np.isfinite(arrays[name][row]).all() for name in wanted):
                 results.append(NonFiniteOutput("the model returned NaN or infinity for this tile"))
                 continue
             # Copies: a kept row must not keep its whole batch alive.
-            heads = {name: a[row].copy() for name, a in arrays.items() if name in mode}
+            heads = {name: arrays[name][row].copy() for name in wanted}
             results.append(TileOutput(heads.get("embedding"), heads.get("prediction")))
         return results
 
     def forward(self, requests: Sequence[ModelRequest]) -> NDArray[np.float32]:
         """Run requests without the two stages (legacy): (N, D), the prediction if there is one."""
+        output = self._spec.outputs[-1]
+        if not requests:
+            return np.zeros((0, *output.shape), np.float32)
         samples = [self.prepare_sample(request) for request in requests]
-        arrays = self._run(np.stack([sample.tile for sample in samples]))
-        return next(reversed(arrays.values()))
+        return self._run(self._stacked(samples))[output.name]
 
     def check_mode(self, mode: str) -> Mode:
         """Refuse a mode that does not exist or that this model has no head for.
@@ -160,44 +189,51 @@ class BaseServerModel:
             artifact_sha256=self.manifest.sha256, weights_sha256=self.manifest.weights_sha256,
         )  # fmt: skip
 
+    def _stacked(self, samples: Sequence[PreparedSample]) -> NDArray[np.uint8]:
+        shape = self._spec.input_shape
+        for sample in samples:
+            if sample.tile.shape != shape or sample.tile.dtype != np.uint8:
+                raise BadRequest(
+                    f"{self.model_name} takes uint8 tiles of {shape}, not {sample.tile.dtype} {sample.tile.shape}"
+                )
+        return np.stack([sample.tile for sample in samples])
+
     def _run(self, batch: NDArray[np.uint8]) -> dict[str, NDArray[np.float32]]:
         """Every output by name, padded to the fixed batch for the call and cut again."""
-        count = len(batch)
+        padded = self._padded(batch)
         try:
-            outputs = self.runtime.run(self._padded(batch))
+            outputs = self.runtime.run(padded)
         except InferenceError:
             raise
         except Exception as error:
             raise ForwardError(f"the forward pass of {self.model_name} failed: {_first_line(error)}") from error
-        named = {}
-        for spec, array in zip(self._spec.outputs, outputs, strict=True):
-            if array.shape[1:] != spec.shape or len(array) < count:
-                raise ModelContractError(
-                    f"{self.model_name} returned {spec.name} of shape {array.shape} for {count} tiles, "
-                    f"its spec declares ({count}, {', '.join(map(str, spec.shape))})"
-                )
-            named[spec.name] = array[:count]
-        return named
+        declared = [(len(padded), *spec.shape) for spec in self._spec.outputs]
+        if [array.shape for array in outputs] != declared:
+            raise ModelContractError(
+                f"{self.model_name} returned {[array.shape for array in outputs]} for {len(padded)} tiles, "
+                f"its spec declares {declared}"
+            )
+        return {spec.name: array[: len(batch)] for spec, array in zip(self._spec.outputs, outputs, strict=True)}
 
     def _padded(self, batch: NDArray[np.uint8]) -> NDArray[np.uint8]:
         size = self._fixed_batch
         if size is None or len(batch) == size:
             return batch
         if len(batch) > size:
-            raise ModelContractError(f"{len(batch)} tiles in a batch, {self.model_name} was loaded for {size}")
+            raise BadRequest(f"{len(batch)} tiles in a batch, {self.model_name} was loaded for {size}")
         padded = np.zeros((size, *batch.shape[1:]), np.uint8)
         padded[: len(batch)] = batch
         return padded
 
     def _warm_up(self) -> bool:
         """Run once before anyone waits; whether rows ignore neighbours and place, bit for bit, at the fixed shape."""
-        size = self._fixed_batch or 4
+        size = self._fixed_batch or min(4, self.manifest.max_batch)
         tiles = np.random.default_rng(0).integers(0, 256, (size, *self._spec.input_shape), dtype=np.uint8)
         order = np.random.default_rng(1).permutation(size)
         first, moved, alone = self._run(tiles), self._run(tiles[order]), self._run(tiles[:1])
-        same = all(np.array_equal(first[n][order], moved[n]) for n in first)
+        same = all(np.array_equal(first[n][order], moved[n], equal_nan=True) for n in first)
         if self._fixed_batch:
-            same = same and all(np.array_equal(first[n][:1], alone[n]) for n in first)
+            same = same and all(np.array_equal(first[n][:1], alone[n], equal_nan=True) for n in first)
         if not same:
             log.warning("%s: rows depend on their batch on this device; results hold to a tolerance", self.model_name)
         return same
@@ -207,10 +243,10 @@ def respond(request: ModelRequest, output: TileOutput, mode: Mode) -> ModelRespo
     """The response to one request: the head asked for, and the request's place echoed."""
     main = output.embedding if mode == "embedding" else output.prediction
     assert main is not None, "the mode was checked before the forward"
-    combined = mode == "prediction_with_embedding" and output.embedding is not None
+    also = output.embedding if mode == "prediction_with_embedding" else None
     return ModelResponse(
-        output=main.astype(float).ravel().tolist(),
-        embedding=output.embedding.astype(float).tolist() if combined and output.embedding is not None else None,
+        output=main.ravel().tolist(),
+        embedding=None if also is None else also.ravel().tolist(),
         slide_name=request.slide_name, x=request.x, y=request.y, width=request.width, height=request.height,
         patch_idx=request.patch_idx, tissue_ratio=request.tissue_ratio, resolution=request.resolution,
     )  # fmt: skip
@@ -224,16 +260,27 @@ def build_server_model(
     Raises:
         UnknownModel: no such model or checkpoint.
         ArtifactRefused: the checkpoint is not what its manifest pins, or not for this machine.
+        ConfigError: the checkpoint holds another model.
     """
-    found = resolve_model(str(checkpoint) if checkpoint is not None else model)
-    if checkpoint is not None and found.manifest.spec.model_name != model:
-        raise ModelContractError(f"{found.path.name} holds {found.manifest.spec.model_name}, not {model}")
+    if checkpoint is None:
+        return load_server_model(resolve_model(model), device, fixed_batch=fixed_batch)
+    found = Checkpoint(Path(checkpoint), load_manifest(Path(checkpoint)))
+    if found.manifest.spec.model_name != model:
+        raise ConfigError(f"{found.path.name} holds {found.manifest.spec.model_name}, not {model}")
     return load_server_model(found, device, fixed_batch=fixed_batch)
 
 
 def load_server_model(found: Checkpoint, device: str = "cpu", *, fixed_batch: int | None = None) -> BaseServerModel:
-    """Load a resolved checkpoint."""
-    return BaseServerModel(found.manifest.spec, found.path.name, device, found.path.parent, fixed_batch=fixed_batch)
+    """Load a resolved checkpoint.
+
+    Raises:
+        ArtifactRefused: as `BaseServerModel`, or another checkpoint lies there now.
+    """
+    model = BaseServerModel(found.manifest.spec, found.path.name, device, found.path.parent, fixed_batch=fixed_batch)
+    if model.manifest != found.manifest:
+        # Results would be filed under the weights that were there before.
+        raise ArtifactRefused(f"{found.path.name} was replaced since it was found: start again")
+    return model
 
 
 def _first_line(error: BaseException) -> str:

@@ -6,10 +6,12 @@ from typing import Annotated, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
-from inference.contract import OutputSpec
+from inference.contract import OutputSpec, explain
 from inference.errors import ConfigError
 
 SPEC_FOLDER = Path(__file__).parent / "specs"
+
+MODEL_NAME = r"^[a-z0-9][a-z0-9._-]{0,63}$"
 
 
 class _Record(BaseModel):
@@ -56,12 +58,12 @@ class HeatmapSpec(_Record):
 class ModelSpec(_Record):
     """A model's identity, input and output. Constants have a public source, named in `weights_source`."""
 
-    model_name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
+    model_name: Annotated[str, Field(pattern=MODEL_NAME)]
     version: str
     weights_source: str
     license: str
     tile_spec: TileSpec
-    num_channels: int = 3
+    num_channels: Annotated[int, Field(gt=0)] = 3
     mean: tuple[float, ...] = (0.0, 0.0, 0.0)
     std: tuple[float, ...] = (1.0, 1.0, 1.0)
     interpolation: Literal["bilinear", "bicubic", "none"] = "none"
@@ -69,9 +71,9 @@ class ModelSpec(_Record):
     color_space: Literal["RGB", "BGR", "HED"] = "RGB"
     stain_normalization: Literal["macenko", "reinhard", "vahadane", "none"] = "none"
     architecture: str
-    patch_size: int | None = None
-    num_prefix_tokens: int | None = None
-    embedding_dim: int | None = None
+    patch_size: Annotated[int, Field(gt=0)] | None = None
+    num_prefix_tokens: Annotated[int, Field(ge=0)] | None = None
+    embedding_dim: Annotated[int, Field(gt=0)] | None = None
     prediction_names: tuple[str, ...] = ()
     output_type: Literal["embedding", "prediction", "prediction_with_embedding"] = "embedding"
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -123,8 +125,10 @@ def load_model_spec(name_or_path: str | Path) -> ModelSpec:
         raise ConfigError(f"no model spec {name_or_path!s}: known are {', '.join(known_specs())}, or give a .yaml file")
     try:
         return ModelSpec.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (ValidationError, yaml.YAMLError) as error:
-        raise ConfigError(f"model spec {path.name} cannot be used: {error}") from None
+    except ValidationError as error:
+        raise ConfigError(f"model spec {path.name} cannot be used: {explain(error)}") from None
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"model spec {path.name} cannot be read: {error}") from None
 
 
 def known_specs() -> tuple[str, ...]:

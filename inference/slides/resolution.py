@@ -23,6 +23,8 @@ PLAUSIBLE = (0.05, 50.0)
 
 REDUCTIONS = (1, 2, 4, 8)
 
+_NOISE = 1e-9  # what dividing decimal fractions leaves: 0.51 is 2 % above 0.5
+
 MppSource = Literal["slide", "cohort file", "--mpp"]
 
 
@@ -80,7 +82,8 @@ def resolve_mpp(
     if plausible(fallback_mpp) and fallback_mpp is not None:
         return SlideResolution((fallback_mpp, fallback_mpp), "--mpp")
     says = "says nothing of its resolution" if slide_mpp is None else f"claims {_pair(slide_mpp)} µm/px"
-    hint = f"; its objective of {objective_power:g}x suggests about {10 / objective_power:g}" if objective_power else ""
+    power = objective_power or 0.0
+    hint = f"; its objective of {power:g}x suggests about {10 / power:.3g}" if power and plausible(10 / power) else ""
     raise UnknownResolution(
         f"{name}: the slide {says}: give its level-0 µm/px with --mpp X or in a cohort file's mpp column{hint}"
     )
@@ -98,25 +101,26 @@ def plan_reading(
     """Choose level, reduction and resampling for a target resolution.
 
     Candidates are all stored levels and their exact 1/2, 1/4 and 1/8 reductions. One within 2 % of the target is
-    used pixel for pixel (stored levels before reductions, then the nearest, then the finer); else the coarsest that
+    used pixel for pixel (stored levels before reductions, then nearest, then finer); else the coarsest that
     is not coarser than the target is resampled; a level 0 up to 1.25 times too coarse is enlarged.
 
     Raises:
         ResolutionTooCoarse: level 0 is coarser still and upsampling was not allowed.
     """
-    if max(mpp) > TOO_COARSE * target_mpp and not allow_upsampling:
+    if max(mpp) > TOO_COARSE * target_mpp * (1 + _NOISE) and not allow_upsampling:
         raise ResolutionTooCoarse(
             f"{name}: level 0 has {_pair(mpp)} µm/px, the model needs {target_mpp:g}: scan the slide at a higher "
             "magnification, use another model, or pass --allow-upsampling"
         )
     candidates = list(_candidates(level_sizes, mpp))
-    same = [c for c in candidates if all(abs(m / target_mpp - 1) <= SAME for m in c.mpp)]
+    same = [c for c in candidates if _distance(c.mpp, target_mpp) <= SAME + _NOISE]
     if same:
-        return min(same, key=lambda c: (c.reduction > 1, _distance(c.mpp, target_mpp), max(c.mpp)))
+        # Of equals the one that decodes the fewest pixels: level 1 by 2 rather than level 0 by 8.
+        return min(same, key=lambda c: (c.reduction > 1, *_rounded(_distance(c.mpp, target_mpp), max(c.mpp)), -c.level))
     finer = [c for c in candidates if max(c.mpp) <= target_mpp]
     target = (target_mpp, target_mpp)
     if finer:
-        best = max(finer, key=lambda c: (max(c.mpp), -c.reduction))
+        best = max(finer, key=lambda c: (*_rounded(max(c.mpp)), c.level))
         return ReadPlan(best.level, best.downsample, best.reduction, target, kernel)
     return ReadPlan(0, (1.0, 1.0), 1, target, "bilinear")
 
@@ -133,7 +137,12 @@ def _candidates(level_sizes: Sequence[tuple[int, int]], mpp: tuple[float, float]
 
 
 def _distance(mpp: tuple[float, float], target: float) -> float:
-    return max(abs(math.log(m / target)) for m in mpp)
+    """Relative difference along the worse axis."""
+    return max(abs(m / target - 1) for m in mpp)
+
+
+def _rounded(*values: float) -> tuple[float, ...]:
+    return tuple(round(value, 9) for value in values)
 
 
 def _pair(mpp: tuple[float, float]) -> str:

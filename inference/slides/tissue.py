@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import ndimage
 
 from inference.slides.grid import TileGrid
 from inference.slides.overview import Overview
@@ -26,6 +25,12 @@ MIN_GLOW = 10
 GLASS = (200, 256)
 """Grey levels among which the glass of a bright-field slide is looked for."""
 
+NOISE = 1e-6
+"""Shares of a tile below this are rounding: less than a twentieth of a pixel of 224 x 224."""
+
+STRIP_PX = 1024
+"""Mask rows or columns taken at a time where that saves memory."""
+
 
 @dataclass(frozen=True, eq=False)
 class Coverage:
@@ -46,51 +51,84 @@ def tissue_mask(overview: Overview) -> NDArray[np.bool_]:
     Fixed thresholds on colour, against the slide's own glass or dark background: a damaged region
     cannot move the decision anywhere else. Missing pixels are background, unreadable ones tissue.
     """
-    rgb = overview.rgb.astype(np.int16)
-    grey = rgb.mean(axis=2)
-    present = (overview.missing < 0.5) & ~overview.unreadable
-    seen = grey[present]
-    if seen.size and np.median(seen) < DARK_BACKGROUND:
-        mask = rgb.max(axis=2) > _mode(seen, (0, DARK_BACKGROUND)) + MIN_GLOW
+    red, green, blue = np.moveaxis(overview.rgb, 2, 0)
+    brightest = np.maximum(np.maximum(red, green), blue)
+    darkest = np.minimum(np.minimum(red, green), blue)
+    total = red.astype(np.uint16) + green + blue  # three times the grey level
+    present = overview.missing < 0.5
+    seen = _histogram(total, present & ~overview.unreadable)
+    if 0 <= _median(seen) < DARK_BACKGROUND:
+        mask = brightest > _mode(seen, (0, DARK_BACKGROUND)) + MIN_GLOW
     else:
-        chroma = rgb.max(axis=2) - rgb.min(axis=2)
-        mask = (chroma >= MIN_CHROMA) | (grey < _mode(seen, GLASS) - MIN_DARKNESS)
-    mask &= overview.missing < 0.5
-    # Specks of dust and gaps of one pixel; a local filter, so that nothing far away changes.
-    mask = ndimage.median_filter(mask.astype(np.uint8), size=3, mode="nearest").astype(np.bool_)
-    return np.asarray(mask | overview.unreadable)
+        mask = (brightest - darkest >= MIN_CHROMA) | (total < 3 * (_mode(seen, GLASS) - MIN_DARKNESS))
+    return np.asarray(_majority(mask & present) | overview.unreadable)
 
 
 def coverage(overview: Overview, mask: NDArray[np.bool_], grid: TileGrid) -> Coverage:
     """Exact area shares of each grid tile's footprint."""
-    tissue = _tile_means(mask.astype(np.float32), overview.scale, grid)
+    tissue = _tile_means(mask, overview.scale, grid)
     missing = _tile_means(overview.missing, overview.scale, grid)
-    damaged = _tile_means(overview.unreadable.astype(np.float32), overview.scale, grid) > 1e-6
+    damaged = _tile_means(overview.unreadable, overview.scale, grid) > 0
     return Coverage(tissue.ravel(), missing.ravel(), damaged.ravel())
 
 
-def _tile_means(plane: NDArray[np.float32], scale: tuple[float, float], grid: TileGrid) -> NDArray[np.float32]:
-    """Mean of a mask-scale plane over every tile's footprint: (n_rows, n_cols) float32."""
-    rows = _interval_means(plane.astype(np.float64), grid.n_rows, grid.step[1] / scale[1], grid.footprint[1] / scale[1])
+def _tile_means(
+    plane: NDArray[np.bool_] | NDArray[np.float32], scale: tuple[float, float], grid: TileGrid
+) -> NDArray[np.float32]:
+    """Mean of a mask-scale plane over every tile's footprint: (n_rows, n_cols)."""
+    if not plane.any():  # most slides miss nothing
+        return np.zeros((grid.n_rows, grid.n_cols), np.float32)
+    rows = _interval_means(plane, grid.n_rows, grid.step[1] / scale[1], grid.footprint[1] / scale[1])
     columns = _interval_means(rows.T, grid.n_cols, grid.step[0] / scale[0], grid.footprint[0] / scale[0])
-    return np.asarray(np.clip(columns.T, 0, 1).astype(np.float32))
+    columns[columns < NOISE] = 0
+    return np.ascontiguousarray(np.minimum(columns.T, 1), np.float32)
 
 
-def _interval_means(plane: NDArray[np.float64], count: int, step: float, length: float) -> NDArray[np.float64]:
+def _interval_means(
+    plane: NDArray[np.bool_] | NDArray[np.float32] | NDArray[np.float64], count: int, step: float, length: float
+) -> NDArray[np.float64]:
     """Means along axis 0 over intervals [i * step, i * step + length], from the integral with linear steps."""
-    integral = np.concatenate([np.zeros((1, plane.shape[1])), np.cumsum(plane, axis=0)])
+    size, width = plane.shape
     start = np.arange(count, dtype=np.float64) * step
+    means = np.empty((count, width))
+    for left in range(0, width, STRIP_PX):
+        part = plane[:, left : left + STRIP_PX]
+        integral = np.zeros((size + 1, part.shape[1]))
+        np.cumsum(part, axis=0, dtype=np.float64, out=integral[1:])
+        means[:, left : left + STRIP_PX] = (_at(integral, start + length) - _at(integral, start)) / length
+    return means
 
-    def at(position: NDArray[np.floating]) -> NDArray[np.float64]:
-        position = np.clip(position, 0, plane.shape[0])
-        low = np.minimum(position.astype(np.int64), plane.shape[0] - 1)
-        part = (position - low)[:, None]
-        return np.asarray(integral[low] * (1 - part) + integral[low + 1] * part)
 
-    return np.asarray((at(start + length) - at(start)) / length)
+def _at(integral: NDArray[np.float64], position: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Rows of an integral at positions between its rows; the same number along a stretch where it is constant."""
+    position = np.clip(position, 0, len(integral) - 1)
+    low = np.minimum(position.astype(np.intp), len(integral) - 2)
+    return np.asarray(integral[low] + (position - low)[:, None] * (integral[low + 1] - integral[low]))
 
 
-def _mode(values: NDArray[np.floating], window: tuple[int, int]) -> float:
+def _majority(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """What most of the 3 x 3 pixels around each one are: removes specks and gaps, and nothing far away moves it."""
+    padded = np.pad(mask.view(np.uint8), 1, mode="edge")
+    rows = padded[:-2] + padded[1:-1] + padded[2:]
+    return np.asarray(rows[:, :-2] + rows[:, 1:-1] + rows[:, 2:] >= 5)
+
+
+def _histogram(total: NDArray[np.uint16], where: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Counts of the 256 grey levels, from three times the grey."""
+    counts = np.zeros(256, np.int64)
+    for top in range(0, len(total), STRIP_PX):
+        strip = slice(top, top + STRIP_PX)
+        counts += np.bincount(total[strip][where[strip]] // 3, minlength=256)
+    return counts
+
+
+def _median(histogram: NDArray[np.integer]) -> int:
+    """The (lower) median grey level, -1 of nothing."""
+    reached = np.cumsum(histogram)
+    return int(np.searchsorted(reached, (reached[-1] + 1) // 2)) if reached[-1] else -1
+
+
+def _mode(histogram: NDArray[np.integer], window: tuple[int, int]) -> int:
     """The commonest grey level within a window, its middle where there is none."""
-    histogram = np.bincount(np.clip(values, 0, 255).astype(np.int64).ravel(), minlength=256)[window[0] : window[1]]
-    return float(window[0] + histogram.argmax()) if histogram.any() else (window[0] + window[1]) / 2
+    part = histogram[window[0] : window[1]]
+    return window[0] + int(part.argmax()) if part.any() else sum(window) // 2

@@ -15,6 +15,8 @@ from inference.errors import StoreError, StoreFull
 
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 
 def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
@@ -53,21 +55,32 @@ sync_folder = sync_file
 
 
 def publish_folder(work: Path, final: Path) -> None:
-    """Give a finished work folder its final name, replacing an older result in one step where the system can."""
+    """Give a finished work folder its final name, replacing an older result in one step where the system can.
+
+    Once it has its name, what is left of the older one may stay behind: `Store.work` removes it.
+    """
+    retired = retired_path(final)
     with store_errors(final):
         sync_folder(work)
         if not final.exists():
             work.rename(final)
-        elif _exchange(work, final):
-            shutil.rmtree(work)
-        else:
+        elif not _exchange(work, final):
             # Without an exchange there is a moment with no result, never one with half a result.
-            retired = final.with_name(f"{final.name}.old")
-            shutil.rmtree(retired, ignore_errors=True)
+            remove_tree(retired)
             final.rename(retired)
-            work.rename(final)
-            shutil.rmtree(retired)
+            try:
+                work.rename(final)
+            except BaseException:
+                retired.rename(final)
+                raise
         sync_folder(final.parent)
+    for old in (work, retired):
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def retired_path(final: Path) -> Path:
+    """Where a result waits for its successor if they cannot be exchanged; no slide key begins with a dot."""
+    return final.with_name(f".{final.name}.old")
 
 
 def _exchange(a: Path, b: Path) -> bool:
@@ -90,11 +103,24 @@ def store_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno in _FULL:
             raise StoreFull(
                 f"the store is full at {path}: free space and run again; what is finished is kept"
             ) from error
-        raise StoreError(f"cannot write {path}: {error.strerror or error}") from error
+        remedy = ": name a folder that this user may write to" if error.errno in _FORBIDDEN else ""
+        raise StoreError(f"cannot write {path}: {error.strerror or error}{remedy}") from error
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """As `store_errors`, around code that reads other files too: only what cannot be their fault is translated."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in {*_FULL, errno.EROFS}:
+            raise
+        with store_errors(path):
+            raise
 
 
 def remove_tree(path: Path) -> None:

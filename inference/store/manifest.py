@@ -1,12 +1,13 @@
 """The record beside every result: what made it, from what, and which bytes it is."""
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
-from inference.errors import StoreError
+from inference.errors import DamagedResult, StoreError
 from inference.store.files import canonical_json
 
 SCHEMA_VERSION = 1
@@ -76,22 +77,33 @@ def read_manifest(folder: Path) -> Manifest | None:
     """The manifest of a result folder, or None where there is none.
 
     Raises:
-        StoreError: it is damaged, or written by a newer version of this library.
+        DamagedResult: it is not a manifest.
+        StoreError: it was written by a newer version of this library, or cannot be read at all.
     """
     path = folder / MANIFEST
     try:
-        text = path.read_text(encoding="utf-8")
+        data = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error.strerror}") from error
+    # Before anything else: a newer manifest has fields that look like damage from here.
+    found = _schema_version(data)
+    if found is not None and found > SCHEMA_VERSION:
+        raise StoreError(f"{path} has schema {found}, this version reads up to {SCHEMA_VERSION}: upgrade")
     try:
-        manifest = Manifest.model_validate_json(text)
+        return Manifest.model_validate_json(data)
     except ValidationError as error:
         problem = error.errors()[0]["msg"]
-        raise StoreError(f"{path} cannot be read: {problem}; delete its folder to compute it again") from None
-    if manifest.schema_version > SCHEMA_VERSION:
-        found = manifest.schema_version
-        raise StoreError(f"{path} has schema {found}, this version reads up to {SCHEMA_VERSION}: upgrade")
-    return manifest
+        raise DamagedResult(f"{path} cannot be read: {problem}; delete its folder to compute it again") from None
+
+
+def _schema_version(data: bytes) -> int | None:
+    try:
+        found = json.loads(data)["schema_version"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return found if isinstance(found, int) else None
 
 
 def recipe_digest(recipe: dict[str, JsonValue]) -> str:

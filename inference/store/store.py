@@ -5,20 +5,27 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from pydantic import BaseModel, ConfigDict, JsonValue
 
 from inference.errors import PartitionBusy, StoreError
-from inference.store.files import publish_folder, remove_tree, store_errors, sync_file, write_atomic
+from inference.store.files import publish_folder, remove_tree, retired_path, store_errors, sync_file, write_atomic
 from inference.store.manifest import MANIFEST, Manifest, read_manifest, recipe_digest, record_files
 
 STAGES = ("info", "tiles", "predict", "slide", "heatmap")
+WORK_SUFFIX = ".work"
+"""No slide key ends with it."""
+LOCKS, FAILURES, PROBE = ".locks", ".failures", ".probe-"
+SWEEP_AFTER_S = 86_400.0
+"""Age from which a scratch file has no living writer."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,7 @@ class Store:
         with store_errors(self.root):
             self.root.mkdir(parents=True, exist_ok=True)
             _probe(self.root)
+        _sweep(self.root)
 
     def path(self, address: Address) -> Path:
         """Folder of a result, there or not."""
@@ -74,35 +82,42 @@ class Store:
 
     @contextmanager
     def lock(self, address: Address, wait_s: float = 0.0) -> Iterator[None]:
-        """Hold a slide's result against other processes; the lock dies with its process.
+        """Hold a slide's result against other processes and threads; the lock dies with its process.
 
         Raises:
-            PartitionBusy: another process holds it still after `wait_s`.
+            PartitionBusy: another one holds it still after `wait_s`.
         """
-        path = self.root / ".locks" / f"{address.key}.{address.stage}.{address.digest[:12]}"
+        path = self.root / LOCKS / f"{address.key}.{address.stage}.{address.digest[:12]}"
         with store_errors(path):
             path.parent.mkdir(exist_ok=True)
-            stream = path.open("a+")
-        with stream:
-            _wait_for_lock(stream.fileno(), wait_s, f"{address.key}: {address.stage}/{address.name}", path)
-            # Who holds it is for people to read; the lock itself is the kernel's.
-            stream.truncate(0)
-            stream.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}))
-            stream.flush()
-            yield
+        with _acquire(path, wait_s, f"{address.key}: {address.stage}/{address.name}") as stream:
+            try:
+                # Who holds it is for people to read; the lock itself is the kernel's.
+                with store_errors(path):
+                    stream.truncate(0)
+                    stream.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}))
+                    stream.flush()
+                yield
+            finally:
+                # Before it is let go: whoever waits for this file sees that it is gone and takes the next one.
+                with contextlib.suppress(OSError):
+                    path.unlink()
 
     @contextmanager
     def work(self, address: Address) -> Iterator[Path]:
         """An empty folder beside a result to write it in; removed if left unpublished. The caller holds the lock."""
         final = self.path(address)
-        work = final.with_name(f"{final.name}.work")
+        work = final.with_name(f"{final.name}{WORK_SUFFIX}")
         with store_errors(work):
-            remove_tree(work)  # of an owner that died: live ones hold the lock
+            # Of an owner that died: live ones hold the lock.
+            remove_tree(work)
+            remove_tree(retired_path(final))
             work.mkdir(parents=True)
         try:
             yield work
         finally:
-            remove_tree(work)
+            # At best: an error here must not hide the one that ended the work, and the next owner clears up anyway.
+            shutil.rmtree(work, ignore_errors=True)
 
     def publish(self, address: Address, work: Path, manifest: Manifest) -> Manifest:
         """Commit a work folder: record and flush its files, write the manifest last, give it its final name."""
@@ -115,10 +130,15 @@ class Store:
         return complete
 
     def results(self) -> Iterator[tuple[Path, Manifest]]:
-        """Every finished result, in path order."""
+        """Every finished result, in path order.
+
+        Raises:
+            DamagedResult, StoreError: as `read_manifest`.
+        """
         for stage in STAGES:
             for path in sorted((self.root / stage).glob(f"*@*/*/{MANIFEST}")):
-                if path.parent.suffix not in {".work", ".old"} and (manifest := read_manifest(path.parent)):
+                unfinished = path.parent.name.endswith(WORK_SUFFIX) or path.parent.name.startswith(".")
+                if not unfinished and (manifest := read_manifest(path.parent)):
                     yield path.parent, manifest
 
     # The last failure of each slide.
@@ -141,25 +161,46 @@ class Store:
 
     def clear_failure(self, key: str) -> None:
         """Forget a failure: the slide went well since."""
-        self._failure_path(key).unlink(missing_ok=True)
+        path = self._failure_path(key)
+        with store_errors(path):
+            path.unlink(missing_ok=True)
 
     def _failure_path(self, key: str) -> Path:
-        return self.root / ".failures" / f"{key}.json"
+        return self.root / FAILURES / f"{key}.json"
 
 
-def _wait_for_lock(descriptor: int, wait_s: float, what: str, path: Path) -> None:
+@contextmanager
+def _acquire(path: Path, wait_s: float, what: str) -> Iterator[TextIO]:
+    """The lock file, opened and held. A holder removes it when done, so a name may change its file meanwhile."""
     deadline = time.monotonic() + wait_s
     while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.EACCES):
-                raise StoreError(f"the store cannot lock files ({error.strerror}): use a POSIX file system") from error
-            if time.monotonic() >= deadline:
-                raise PartitionBusy(f"{what} is being written by {_owner(path)}; try again later") from None
-            time.sleep(min(0.2, max(0.01, wait_s)))
-        else:
-            return
+        with store_errors(path):
+            stream = path.open("a+", encoding="utf-8")
+        with stream:
+            if _try_lock(stream):
+                if _is_still(path, stream):
+                    yield stream
+                    return
+                continue
+        if time.monotonic() >= deadline:
+            raise PartitionBusy(f"{what} is being written by {_owner(path)}; try again later")
+        time.sleep(min(0.2, max(0.01, deadline - time.monotonic())))
+
+
+def _try_lock(stream: TextIO) -> bool:
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            raise StoreError(f"the store cannot lock files ({error.strerror}): use a POSIX file system") from error
+        return False
+    return True
+
+
+def _is_still(path: Path, stream: TextIO) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(path.stat(), os.fstat(stream.fileno()))
+    return False
 
 
 def _owner(path: Path) -> str:
@@ -171,12 +212,23 @@ def _owner(path: Path) -> str:
 
 def _probe(root: Path) -> None:
     """Refuse at the start a store that cannot lock or rename, rather than after an hour of computing."""
-    probe = root / f".probe-{os.getpid()}-{time.monotonic_ns()}"
+    probe = root / f"{PROBE}{os.getpid()}-{time.monotonic_ns()}"
     renamed = probe.with_suffix(".renamed")
     try:
         with probe.open("w") as stream:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _try_lock(stream)
         probe.rename(renamed)
     finally:
         probe.unlink(missing_ok=True)
         renamed.unlink(missing_ok=True)
+
+
+def _sweep(root: Path) -> None:
+    """Remove what writers that were killed left behind long ago; results' own leftovers go with their next owner."""
+    now = time.time()
+    for folder in (root, root / FAILURES):
+        with contextlib.suppress(OSError):
+            for path in folder.iterdir():
+                scratch = path.name.startswith(PROBE) or (path.name.startswith(".") and path.suffix == ".tmp")
+                if scratch and path.is_file() and now - path.stat().st_mtime > SWEEP_AFTER_S:
+                    path.unlink(missing_ok=True)

@@ -1,7 +1,8 @@
 """Parquet files whose bytes depend on their content alone."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -11,7 +12,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pydantic import JsonValue
 
-from inference.errors import StoreError
+from inference.errors import DamagedResult, StoreError
 from inference.store.files import canonical_json, store_errors
 
 SCHEMA_VERSION = 1
@@ -30,7 +31,9 @@ class TableWriter:
         self._schema = schema.with_metadata({_META: text.encode()})
         self._path = path
         with store_errors(path):
-            self._writer = pq.ParquetWriter(path, self._schema, compression="zstd", compression_level=3)
+            self._writer = pq.ParquetWriter(
+                path, self._schema, compression="zstd", compression_level=3, write_page_checksum=True
+            )
 
     def write(self, columns: Mapping[str, pa.Array | NDArray[np.generic]]) -> None:
         """Append one row group; columns by name, in the schema's types."""
@@ -52,17 +55,44 @@ def read_table(path: Path) -> tuple[pa.Table, dict[str, JsonValue]]:
     """A table and the metadata it was written with.
 
     Raises:
-        StoreError: not a table of this library, or of a newer schema.
+        DamagedResult: not a table of this library.
+        StoreError: of a newer schema.
     """
+    with _open_table(path) as file:
+        return file.read(), _metadata(path, file)
+
+
+def read_column(path: Path, name: str) -> Iterator[pa.ChunkedArray]:
+    """One column, a row group at a time, so that memory does not grow with the table.
+
+    Raises:
+        DamagedResult, StoreError: as `read_table`.
+    """
+    with _open_table(path) as file:
+        _metadata(path, file)
+        for group in range(file.num_row_groups):
+            yield file.read_row_group(group, columns=[name]).column(name)
+
+
+@contextmanager
+def _open_table(path: Path) -> Iterator[pq.ParquetFile]:
     try:
-        table = pq.read_table(path)
-        metadata: dict[str, JsonValue] = _parse((table.schema.metadata or {})[_META])
-    except (OSError, KeyError, ValueError, pa.ArrowException) as error:
-        raise StoreError(f"{path} cannot be read as a result table: {type(error).__name__}") from error
-    version = metadata["schema_version"]
-    if not isinstance(version, int) or version > SCHEMA_VERSION:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            yield file
+    except (OSError, ValueError, pa.ArrowException) as error:
+        text = f"{path} cannot be read as a result table ({type(error).__name__})"
+        raise DamagedResult(f"{text}: delete its folder to compute it again") from error
+
+
+def _metadata(path: Path, file: pq.ParquetFile) -> dict[str, JsonValue]:
+    raw = (file.schema_arrow.metadata or {}).get(_META)
+    metadata: object = json.loads(raw) if raw else None
+    version = metadata.get("schema_version") if isinstance(metadata, dict) else None
+    if not isinstance(metadata, dict) or not isinstance(version, int):
+        raise DamagedResult(f"{path} is not a result table: delete its folder to compute it again")
+    if version > SCHEMA_VERSION:
         raise StoreError(f"{path} has schema {version}, this version reads up to {SCHEMA_VERSION}: upgrade")
-    return table, metadata
+    return metadata
 
 
 VECTOR = pa.list_(pa.float32())
@@ -83,20 +113,13 @@ def matrix(column: pa.ChunkedArray, size: int) -> tuple[NDArray[np.float32], NDA
     """The inverse of `vectors`: (N, size) float32 with NaN in invalid rows, and which rows are valid.
 
     Raises:
-        StoreError: a row has another length.
+        DamagedResult: a row has another length.
     """
     array = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], VECTOR)
     valid = np.asarray(array.is_valid())
-    flat = np.asarray(array.flatten(), np.float32)
-    if len(flat) != size * valid.sum():
-        raise StoreError(f"{len(flat)} values for {valid.sum()} vectors of length {size}: the table is damaged")
+    lengths = np.asarray(array.value_lengths().drop_null())
+    if (lengths != size).any():
+        raise DamagedResult(f"a row holds {lengths[lengths != size][0]} values instead of {size}: the table is damaged")
     values = np.full((len(array), size), np.nan, np.float32)
-    values[valid] = flat.reshape(-1, size)
+    values[valid] = np.asarray(array.flatten(), np.float32).reshape(-1, size)
     return values, valid
-
-
-def _parse(raw: bytes) -> dict[str, JsonValue]:
-    parsed = json.loads(raw)
-    if not isinstance(parsed, dict):
-        raise TypeError("table metadata is not an object")
-    return parsed

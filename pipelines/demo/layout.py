@@ -4,7 +4,13 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-DAGSTER_YAML = "telemetry:\n  enabled: false\n"
+DAGSTER_YAML = """\
+# No telemetry, and no welcome dialog in the UI.
+telemetry:
+  enabled: false
+nux:
+  enabled: false
+"""
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,11 @@ class Pipeline:
         return dict(event.metadata)
 
 
+def failure_text(result: dg.ExecuteInProcessResult) -> str:
+    """What the failed step says."""
+    return str(next(event for event in result.all_events if event.is_step_failure).step_failure_data.error)
+
+
 @pytest.fixture
 def five_slides(tmp_path: Path, shared_data: Path) -> Path:
     """Four good slides (one with a damaged tile) and an empty file in the middle."""

@@ -10,7 +10,7 @@ from PIL import Image
 
 from inference.engine.model import EngineModel
 from pipelines.resources import SlideInference
-from tests.pipelines.conftest import Pipeline
+from tests.pipelines.conftest import Pipeline, failure_text
 
 TILING = "t224_s224_0_5um"
 PER_SLIDE = [
@@ -30,8 +30,7 @@ def test_one_bad_slide_fails_the_run_and_costs_no_other_slide_anything(pipeline:
     assert not result.success
     for asset in PER_SLIDE:
         assert pipeline.materialised(*asset) == set(keys) - {bad}, asset
-    (failure,) = [event for event in result.all_events if event.is_step_failure]
-    text = str(failure.step_failure_data.error)
+    text = failure_text(result)
     assert "c-empty.svs: the file is empty (0 bytes)" in text
     assert "1 of 5 slides failed" in text
     for key in set(keys) - {bad}:
@@ -113,7 +112,7 @@ def test_any_stage_can_be_selected_alone_once_what_it_needs_is_there(pipeline: P
 
     early = run("demo", "heatmap")
     assert not early.success
-    assert "run that stage first" in str([e for e in early.all_events if e.is_step_failure][0].step_failure_data.error)
+    assert "run that stage first" in failure_text(early)
     for asset in (("slide_info",), (TILING, "tiles"), ("demo", "tile_predictions"), ("demo", "heatmap")):
         assert run(*asset).success, asset
     assert pipeline.materialised("demo", "heatmap") == {key}
@@ -125,7 +124,7 @@ def test_a_key_that_is_not_in_the_inventory_fails_with_the_remedy(pipeline: Pipe
     pipeline.instance.add_dynamic_partitions("slide_inference_slides", ["stranger"])
     result = pipeline.run_slides(["stranger"])
     assert not result.success
-    text = str([e for e in result.all_events if e.is_step_failure][0].step_failure_data.error)
+    text = failure_text(result)
     assert "stranger: no such slide in the inventory" in text
 
 

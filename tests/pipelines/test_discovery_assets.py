@@ -7,7 +7,7 @@ import pytest
 
 from pipelines.partitions import DEFAULT_SET
 from pipelines.resources import SlideInference
-from tests.pipelines.conftest import Pipeline
+from tests.pipelines.conftest import Pipeline, failure_text
 
 
 def test_discovery_registers_slides_in_order_and_again_changes_nothing(pipeline: Pipeline) -> None:
@@ -22,7 +22,7 @@ def test_a_source_that_is_not_there_fails_discovery_and_names_it(
     monkeypatch.setenv("SLIDE_SOURCE", str(pipeline.source / "nowhere"))
     result = pipeline.run("inventory")
     assert not result.success
-    assert "nowhere" in str([e for e in result.all_events if e.is_step_failure][0].step_failure_data.error)
+    assert "nowhere" in failure_text(result)
     assert pipeline.instance.get_dynamic_partitions(DEFAULT_SET) == []
 
 

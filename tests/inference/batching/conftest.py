@@ -1,7 +1,9 @@
 """A scripted model, and schedulers whose books are checked after every test."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 
 import pytest
 
@@ -11,6 +13,7 @@ PATIENCE_S = 10.0  # far above what any step takes: a longer wait is a deadlock
 
 Rows = Sequence[str | Exception]
 StartScheduler = Callable[..., BatchScheduler[int, str]]
+WaitForLine = Callable[[BatchScheduler[int, str], int], None]
 
 
 class FakeModel:
@@ -35,6 +38,13 @@ class FakeModel:
     def seen(self) -> list[int]:
         return [sample for call in self.calls for sample in call]
 
+    def occupy(self, scheduler: BatchScheduler[int, str], sample: int = -1) -> Future[str]:
+        """Holds the model inside a call of its own, so that what is submitted next stays queued."""
+        self.hold()
+        future = scheduler.submit(sample)
+        self.wait_until_called()
+        return future
+
     def hold(self) -> None:
         self._gate.clear()
         while self._entered.acquire(blocking=False):  # calls before this one
@@ -45,6 +55,19 @@ class FakeModel:
 
     def wait_until_called(self) -> None:
         assert self._entered.acquire(timeout=PATIENCE_S), "not called"
+
+
+def wait_for_line(scheduler: BatchScheduler[int, str], length: int) -> None:
+    """Returns once so many submitters wait for room."""
+    until = time.monotonic() + PATIENCE_S
+    while scheduler.statistics().waiting != length:
+        assert time.monotonic() < until, f"{scheduler.statistics().waiting} wait, not {length}"
+        threading.Event().wait(0.001)
+
+
+@pytest.fixture(name="wait_for_line")
+def _wait_for_line() -> WaitForLine:
+    return wait_for_line
 
 
 @pytest.fixture

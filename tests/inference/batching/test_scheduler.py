@@ -1,36 +1,23 @@
-"""Batching, cancellation, room, fairness between callers, and shutdown, with real threads and a scripted model."""
+"""How batches are cut and answered, with real threads and a scripted model."""
 
 import asyncio
-import contextlib
-import os
-import pickle
 import random
-import subprocess
 import sys
 import threading
-import warnings
+import time
 import weakref
-from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
 from typing import TYPE_CHECKING
 
 import pytest
 
 from inference.batching import BatchScheduler
-from inference.errors import BadRequest, CallerError, ConfigError, DeadlineExceeded, QueueFull, ServerClosed
+from inference.errors import DeadlineExceeded
 
 if TYPE_CHECKING:
     from tests.inference.batching.conftest import FakeModel, StartScheduler
 
 PATIENCE_S = 10.0
-
-
-def occupy(scheduler: BatchScheduler[int, str], model: "FakeModel") -> Future[str]:
-    """Holds the model inside a call of its own, so that what is submitted next stays queued."""
-    model.hold()
-    future = scheduler.submit(-1)
-    model.wait_until_called()
-    return future
 
 
 def test_a_full_batch_leaves_without_waiting(start: "StartScheduler", model: "FakeModel") -> None:
@@ -50,7 +37,7 @@ def test_without_wait_all_that_queued_behind_a_batch_leaves_together(
     start: "StartScheduler", model: "FakeModel"
 ) -> None:
     scheduler = start(max_wait_s=0)
-    occupy(scheduler, model)
+    model.occupy(scheduler)
     futures = [scheduler.submit(sample) for sample in range(3)]
     model.release()
     assert [future.result(PATIENCE_S) for future in futures] == ["r0", "r1", "r2"]
@@ -91,7 +78,7 @@ def test_a_cancelled_item_frees_its_place_and_never_reaches_the_model(
     start: "StartScheduler", model: "FakeModel"
 ) -> None:
     scheduler = start(max_queued_items=3, max_batch_size=3)
-    occupy(scheduler, model)
+    model.occupy(scheduler)
     futures = [scheduler.submit(sample) for sample in range(3)]
     assert futures[1].cancel()
     assert scheduler.statistics().queued == 2
@@ -106,7 +93,7 @@ def test_a_cancelled_item_frees_its_place_and_never_reaches_the_model(
 
 def test_cancelling_at_any_moment_leaves_the_scheduler_serving(start: "StartScheduler", model: "FakeModel") -> None:
     scheduler = start()
-    running = occupy(scheduler, model)
+    running = model.occupy(scheduler)
     queued = scheduler.submit(1)
     assert queued.cancel()
     assert not running.cancel()
@@ -120,7 +107,7 @@ def test_cancelling_at_any_moment_leaves_the_scheduler_serving(start: "StartSche
 
 def test_a_batch_whose_callers_have_all_cancelled_is_not_run(start: "StartScheduler", model: "FakeModel") -> None:
     scheduler = start()
-    occupy(scheduler, model)
+    model.occupy(scheduler)
     assert all(scheduler.submit(sample).cancel() for sample in range(3))
     model.release()
     scheduler.close()
@@ -144,59 +131,12 @@ def test_random_cancels_from_many_threads_leave_the_books_in_balance(start: "Sta
     assert (books.completed, books.cancelled) == (kept, 800 - kept)
 
 
-def test_the_item_after_the_last_place_is_refused(start: "StartScheduler", model: "FakeModel") -> None:
-    scheduler = start(max_queued_items=3, max_batch_size=2)
-    occupy(scheduler, model)
-    for sample in range(3):
-        scheduler.submit(sample, block=False)
-    with pytest.raises(QueueFull):
-        scheduler.submit(3, block=False)
-    with pytest.raises(QueueFull):
-        scheduler.submit(3, timeout_s=0.01)
-    with pytest.raises(QueueFull):
-        scheduler.submit(3, deadline_s=0.01)
-    books = scheduler.statistics()
-    assert (books.queued, books.accepted, books.refused) == (3, 4, 3)
-
-
-def test_bytes_are_bounded_too_and_what_can_never_fit_is_a_bad_request(
-    start: "StartScheduler", model: "FakeModel"
-) -> None:
-    scheduler = start(max_queued_bytes=10, nbytes=abs)
-    occupy(scheduler, model)
-    scheduler.submit(6)
-    with pytest.raises(QueueFull):
-        scheduler.submit(5, block=False)
-    scheduler.submit(4, block=False)
-    with pytest.raises(BadRequest, match="max_queued_bytes=10"):
-        scheduler.submit(11)
-
-
-def test_blocked_submitters_enter_in_the_order_they_came(start: "StartScheduler", model: "FakeModel") -> None:
-    scheduler = start(max_queued_items=1, max_batch_size=1)
-    occupy(scheduler, model)
-    scheduler.submit(0)
-    with ThreadPoolExecutor(5) as pool:
-        waiting = []
-        for sample in range(1, 6):
-            waiting.append(pool.submit(scheduler.submit, sample))
-            wait_for_line(scheduler, sample)
-        model.release()
-        assert [future.result(PATIENCE_S).result(PATIENCE_S) for future in waiting] == [f"r{n}" for n in range(1, 6)]
-    assert model.calls == [[-1], [0], [1], [2], [3], [4], [5]]
-
-
-def wait_for_line(scheduler: BatchScheduler[int, str], length: int) -> None:
-    while scheduler.statistics().waiting < length:
-        threading.Event().wait(0.001)
-
-
 def test_an_item_whose_deadline_passes_in_the_queue_never_reaches_the_model(
     start: "StartScheduler", model: "FakeModel"
 ) -> None:
     now = [0.0]
     scheduler = start(clock=lambda: now[0])
-    occupy(scheduler, model)
+    model.occupy(scheduler)
     late, patient = scheduler.submit(1, deadline_s=5), scheduler.submit(2, deadline_s=6)
     now[0] = 5.0
     model.release()
@@ -207,15 +147,25 @@ def test_an_item_whose_deadline_passes_in_the_queue_never_reaches_the_model(
     assert scheduler.statistics().expired == 1
 
 
-def test_an_idle_scheduler_wakes_for_a_deadline(start: "StartScheduler") -> None:
-    scheduler = start(max_wait_s=1000)
+def test_a_sleeping_scheduler_wakes_for_a_deadline(start: "StartScheduler") -> None:
+    looks = threading.Semaphore(0)
+
+    def clock() -> float:
+        looks.release()
+        return time.monotonic()
+
+    scheduler = start(max_wait_s=1000, clock=clock)
+    patient = scheduler.submit(1)
+    while looks.acquire(timeout=0.1):  # until it sleeps
+        pass
     with pytest.raises(DeadlineExceeded):
-        scheduler.submit(1, deadline_s=0.02).result(PATIENCE_S)
+        scheduler.submit(2, deadline_s=0.02).result(PATIENCE_S)
+    assert not patient.done()
 
 
 def test_lanes_never_share_a_batch(start: "StartScheduler", model: "FakeModel") -> None:
     scheduler = start(lane=lambda sample, mode: (sample % 2, mode))
-    occupy(scheduler, model)
+    model.occupy(scheduler)
     futures = [scheduler.submit(sample) for sample in range(6)]
     assert scheduler.statistics().lanes == 2
     model.release()
@@ -223,17 +173,46 @@ def test_lanes_never_share_a_batch(start: "StartScheduler", model: "FakeModel") 
     assert model.calls == [[-1], [0, 2, 4], [1, 3, 5]]
 
 
-def test_models_that_share_a_device_never_run_together_and_batches_fill_meanwhile(
+class Device:
+    """A lock that tells when somebody asks for it."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Semaphore(0)
+        self.lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self.asked.release()
+        self.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+
+
+def test_a_batch_is_cut_only_when_the_device_is_free_so_it_fills_meanwhile(
     start: "StartScheduler", model: "FakeModel"
 ) -> None:
-    device = threading.Lock()
+    device = Device()
     scheduler = start(device_lock=device)
-    with device:
+    with device.lock:
         futures = [scheduler.submit(sample) for sample in range(3)]
+        assert device.asked.acquire(timeout=PATIENCE_S)
         assert scheduler.statistics().running == 0
         assert futures[1].cancel()
     assert futures[2].result(PATIENCE_S) == "r2"
     assert model.calls == [[0, 2]]
+
+
+def test_nothing_runs_when_all_was_cancelled_while_the_device_was_taken(
+    start: "StartScheduler", model: "FakeModel"
+) -> None:
+    device = Device()
+    scheduler = start(device_lock=device)
+    with device.lock:
+        future = scheduler.submit(1)
+        assert device.asked.acquire(timeout=PATIENCE_S)
+        assert future.cancel()
+    assert scheduler.submit(2).result(PATIENCE_S) == "r2"
+    assert model.calls == [[2]]
 
 
 def test_a_callback_may_wait_for_another_model_on_the_same_device(start: "StartScheduler") -> None:
@@ -258,30 +237,11 @@ def test_a_callback_may_submit_a_thousand_deep(start: "StartScheduler") -> None:
     assert bottom.wait(PATIENCE_S)
 
 
-def test_a_callback_finds_a_full_queue_full_instead_of_waiting_for_itself(
-    start: "StartScheduler", model: "FakeModel"
-) -> None:
-    scheduler = start(max_queued_items=1, max_batch_size=1)
-    outcome: Future[str] = Future()
-
-    def submit_again(_: Future[str]) -> None:
-        try:
-            scheduler.submit(2)
-        except QueueFull as error:
-            outcome.set_result(error.code)
-
-    first = occupy(scheduler, model)
-    first.add_done_callback(submit_again)
-    scheduler.submit(1)
-    model.release()
-    assert outcome.result(PATIENCE_S) == "queue_full"
-
-
 def test_a_callback_that_fails_harms_nobody(
     start: "StartScheduler", model: "FakeModel", caplog: pytest.LogCaptureFixture
 ) -> None:
     scheduler = start()
-    occupy(scheduler, model)
+    model.occupy(scheduler)
     first, second = scheduler.submit(1), scheduler.submit(2)
     first.add_done_callback(lambda _: sys.exit("a callback"))
     model.release()
@@ -290,102 +250,9 @@ def test_a_callback_that_fails_harms_nobody(
     assert "a callback of a future failed" in caplog.text
 
 
-def test_close_computes_what_is_queued(start: "StartScheduler", model: "FakeModel") -> None:
-    scheduler = start(max_batch_size=8, max_wait_s=1000)
-    occupied = [scheduler.submit(sample) for sample in range(100)]
-    scheduler.close()
-    scheduler.close()
-    assert [future.result(0) for future in occupied] == [f"r{n}" for n in range(100)]
-    with pytest.raises(ServerClosed):
-        scheduler.submit(1)
-    assert not scheduler.statistics().accepting
-
-
-def test_close_fails_what_the_drain_time_does_not_cover_even_if_the_model_hangs(
-    start: "StartScheduler", model: "FakeModel", monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("inference.batching.scheduler._JOIN_GRACE_S", 0.01)
-    scheduler = start()
-    running = occupy(scheduler, model)
-    queued = [scheduler.submit(sample) for sample in range(100)]
-    scheduler.close(drain_s=0.01)
-    for future in [running, *queued]:
-        with pytest.raises(ServerClosed):
-            future.result(0)
-    model.release()
-    scheduler.close()
-    assert model.calls == [[-1]]
-    assert scheduler.statistics().wasted == 1
-
-
-def test_close_from_a_callback_returns_and_the_rest_is_computed(start: "StartScheduler", model: "FakeModel") -> None:
-    scheduler = start()
-    occupy(scheduler, model).add_done_callback(lambda _: scheduler.close())
-    queued = scheduler.submit(1)
-    model.release()
-    assert queued.result(PATIENCE_S) == "r1"
-
-
-def test_close_sends_blocked_submitters_away(start: "StartScheduler", model: "FakeModel") -> None:
-    scheduler = start(max_queued_items=1, max_batch_size=1)
-    occupy(scheduler, model)
-    scheduler.submit(0)
-    with ThreadPoolExecutor(3) as pool:
-        blocked = [pool.submit(scheduler.submit, sample) for sample in (1, 2)]
-        wait_for_line(scheduler, 2)
-        closing = pool.submit(scheduler.close)
-        assert [type(future.exception(PATIENCE_S)) for future in blocked] == [ServerClosed, ServerClosed]
-        model.release()
-        closing.result(PATIENCE_S)
-
-
-def test_submitting_while_closing_is_answered_or_refused(start: "StartScheduler") -> None:
-    for _ in range(100):
-        scheduler = start(max_wait_s=0.0001)
-        together = threading.Barrier(3)
-
-        def submit(scheduler: BatchScheduler[int, str] = scheduler, together: threading.Barrier = together) -> None:
-            together.wait(PATIENCE_S)
-            with contextlib.suppress(ServerClosed):
-                assert scheduler.submit(1).result(PATIENCE_S) == "r1"
-
-        with ThreadPoolExecutor(2) as pool:
-            answers = [pool.submit(submit) for _ in range(2)]
-            together.wait(PATIENCE_S)
-            scheduler.close()
-            assert [answer.result(PATIENCE_S) for answer in answers] == [None, None]
-
-
-def test_leaving_the_with_block_closes(model: "FakeModel") -> None:
-    with BatchScheduler[int, str](model, max_wait_s=1000) as scheduler:
-        future = scheduler.submit(1)
-    assert future.result(0) == "r1"
-
-
-def test_several_event_loops_share_one_scheduler_and_a_closed_one_harms_nobody(
-    start: "StartScheduler", model: "FakeModel"
-) -> None:
-    scheduler = start(max_batch_size=4)
-
-    async def ask(samples: Sequence[int]) -> list[str]:
-        return await asyncio.gather(*(asyncio.wrap_future(scheduler.submit(sample)) for sample in samples))
-
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(lambda samples: asyncio.run(ask(samples)), [(1, 2), (3, 4)])) == [
-            ["r1", "r2"],
-            ["r3", "r4"],
-        ]
-    occupy(scheduler, model)
-    loop = asyncio.new_event_loop()
-    asyncio.wrap_future(scheduler.submit(5), loop=loop)
-    loop.close()
-    model.release()
-    assert asyncio.run(ask([6])) == ["r6"]
-
-
 def test_cancelling_the_task_that_waits_frees_the_place(start: "StartScheduler", model: "FakeModel") -> None:
     scheduler = start()
-    occupy(scheduler, model)
+    model.occupy(scheduler)
 
     async def give_up() -> None:
         with pytest.raises(TimeoutError):
@@ -412,59 +279,3 @@ def test_a_kept_result_keeps_neither_its_sample_nor_its_neighbours() -> None:
         for _ in range(3):  # both samples, one neighbour; the scheduler is idle but open
             assert gone.acquire(timeout=PATIENCE_S)
         assert kept is futures[0].result(0)
-
-
-def test_a_scheduler_cannot_be_pickled(start: "StartScheduler") -> None:
-    with pytest.raises(TypeError, match="owns a thread"):
-        pickle.dumps(start())
-
-
-def test_a_forked_child_gets_an_error_and_not_a_hang(start: "StartScheduler") -> None:
-    scheduler = start()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of what is tested here
-        child = os.fork()
-    if child == 0:
-        try:
-            scheduler.close()
-            scheduler.submit(1)
-        except CallerError:
-            os._exit(42)
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42
-    assert scheduler.submit(1).result(PATIENCE_S) == "r1"
-
-
-def test_the_interpreter_ends_though_nobody_closed_the_scheduler() -> None:
-    script = (
-        "from inference.batching import BatchScheduler\n"
-        "scheduler = BatchScheduler(lambda samples, modes: list(samples), max_wait_s=1000)\n"
-        "future = scheduler.submit(1)\n"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=PATIENCE_S)
-
-
-@pytest.mark.parametrize(
-    "setting",
-    [
-        {"max_batch_size": 0},
-        {"max_batch_size": 2.0},
-        {"max_batch_size": True},
-        {"max_wait_s": -1},
-        {"max_wait_s": float("nan")},
-        {"max_wait_s": float("inf")},
-        {"max_queued_items": 0},
-        {"max_queued_bytes": -1},
-        {"retry_budget": -1},
-    ],
-    ids=str,
-)
-def test_a_setting_out_of_range_is_named(model: "FakeModel", setting: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(setting))):
-        BatchScheduler(model, **setting)  # type: ignore[arg-type]
-
-
-def test_a_queue_smaller_than_a_batch_is_warned_of(model: "FakeModel") -> None:
-    with pytest.warns(RuntimeWarning, match="no batch can fill"):
-        BatchScheduler(model, max_batch_size=4, max_queued_items=3).close()

@@ -35,9 +35,7 @@ def submit_together(
     scheduler: BatchScheduler[int, str], model: "FakeModel", samples: Sequence[int]
 ) -> list[Future[str]]:
     """Queues all samples behind a held call, so that they are cut as one batch."""
-    model.hold()
-    scheduler.submit(-1)
-    model.wait_until_called()
+    model.occupy(scheduler)
     futures = [scheduler.submit(sample) for sample in samples]
     model.release()
     return futures
@@ -157,9 +155,7 @@ def test_a_model_that_returns_the_wrong_thing_fails_that_batch_and_no_other(
     start: "StartScheduler", model: "FakeModel", returned: str
 ) -> None:
     scheduler = start()
-    model.hold()
-    scheduler.submit(-1)
-    model.wait_until_called()
+    model.occupy(scheduler)
     futures = [scheduler.submit(sample) for sample in range(4)]
     good = model.react
     model.react = lambda samples: good(samples) if samples == [-1] else BAD_RETURNS[returned](samples)
@@ -231,6 +227,9 @@ def test_a_fatal_error_answers_everybody_and_refuses_new_work(start: "StartSched
     with pytest.raises(DeviceBroken, match="start a new process") as refused:
         scheduler.submit(4)
     assert refused.value.fields["error_type"] == "RuntimeError"
+    scheduler.close()
+    with pytest.raises(DeviceBroken):  # and not ServerClosed, which would send the caller elsewhere
+        scheduler.submit(4)
     assert not scheduler.statistics().accepting
     assert len(model.calls) == 2
 
@@ -256,9 +255,7 @@ def test_the_batch_thread_does_not_die_in_silence(
 def test_a_broken_scheduler_sends_blocked_submitters_away(start: "StartScheduler", model: "FakeModel") -> None:
     scheduler = start(max_queued_items=1, max_batch_size=1)
     model.react = fail_on(-1, error=SystemExit)
-    model.hold()
-    scheduler.submit(-1)
-    model.wait_until_called()
+    model.occupy(scheduler)
     scheduler.submit(0)
     refused: Future[str] = Future()
 
@@ -303,9 +300,7 @@ def test_a_model_that_waits_for_its_own_scheduler_gets_an_error(start: "StartSch
 def test_a_batch_is_not_repeated_for_items_past_their_deadline(start: "StartScheduler", model: "FakeModel") -> None:
     now = [0.0]
     scheduler = start(clock=lambda: now[0])
-    model.hold()
-    scheduler.submit(-1)
-    model.wait_until_called()
+    model.occupy(scheduler)
     futures = [scheduler.submit(1, deadline_s=5), scheduler.submit(2)]
 
     def react(samples: list[int]) -> "Rows":
@@ -319,6 +314,34 @@ def test_a_batch_is_not_repeated_for_items_past_their_deadline(start: "StartSche
     assert isinstance(futures[0].exception(PATIENCE_S), DeadlineExceeded)
     assert futures[1].result(PATIENCE_S) == "r2"
     assert model.calls == [[-1], [1, 2], [2]]
+
+
+def test_a_batch_is_not_repeated_for_items_that_close_has_answered(
+    start: "StartScheduler", model: "FakeModel", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inference.batching.scheduler._JOIN_GRACE_S", 0.01)
+    scheduler = start()
+    model.occupy(scheduler)
+    futures = [scheduler.submit(sample) for sample in range(8)]
+    closed = threading.Event()
+
+    def react(samples: list[int]) -> "Rows":
+        if len(samples) == 8:
+            closing.start()
+            assert closed.wait(PATIENCE_S)
+        raise ValueError
+
+    def close() -> None:
+        scheduler.close(drain_s=0)
+        closed.set()
+
+    closing = threading.Thread(target=close)
+    model.react = react
+    model.release()
+    assert outcomes(futures) == ["server_closed"] * 8
+    closing.join(PATIENCE_S)
+    scheduler.close()
+    assert len(model.calls) == 2
 
 
 def test_the_traceback_of_a_failing_model_is_logged_once(

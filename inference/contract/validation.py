@@ -1,0 +1,52 @@
+"""Strict JSON, and what is wrong with a document in one line."""
+
+import json
+from typing import NoReturn
+
+from pydantic import ValidationError
+
+from inference.errors import BadRequest
+
+SHOWN = 3
+"""Problems named before the rest is only counted."""
+
+
+def parse_json(text: str) -> object:
+    """The value of a JSON text.
+
+    Raises:
+        BadRequest: not JSON, NaN or infinity, a key twice, nested too deeply, or an integer of thousands of digits.
+    """
+    try:
+        value: object = json.loads(text, object_pairs_hook=_unique, parse_constant=_not_a_number)
+    except BadRequest:
+        raise
+    except RecursionError:
+        raise BadRequest("the body is not usable JSON: nested too deeply") from None
+    except ValueError as error:
+        raise BadRequest(f"the body is not JSON: {error}") from None
+    return value
+
+
+def explain(error: ValidationError) -> str:
+    """Which fields are wrong and why, without their values: those may be long or private."""
+    problems = error.errors(include_url=False, include_context=False, include_input=False)
+    texts = []
+    for problem in problems[:SHOWN]:
+        where = ".".join(map(str, problem["loc"]))[:80] or "body"
+        texts.append(f"{where}: {problem['msg'].removeprefix('Value error, ')}")
+    if len(problems) > SHOWN:
+        texts.append(f"and {len(problems) - SHOWN} more")
+    return "; ".join(texts)
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise BadRequest(f"the body has the key {next(n for n in names if names.count(n) > 1)[:80]!r} twice")
+    return found
+
+
+def _not_a_number(token: str) -> NoReturn:
+    raise BadRequest(f"the body is not JSON: {token} is no JSON number")

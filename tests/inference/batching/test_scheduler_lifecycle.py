@@ -1,0 +1,202 @@
+"""Start, settings, shutdown, fork and event loops."""
+
+import asyncio
+import contextlib
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+import threading
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import pytest
+
+from inference.batching import BatchScheduler
+from inference.errors import CallerError, ConfigError, ServerClosed
+
+if TYPE_CHECKING:
+    from tests.inference.batching.conftest import FakeModel, StartScheduler, WaitForLine
+
+PATIENCE_S = 10.0
+
+
+def test_close_computes_what_is_queued(start: "StartScheduler", model: "FakeModel") -> None:
+    scheduler = start(max_batch_size=8, max_wait_s=1000)
+    occupied = [scheduler.submit(sample) for sample in range(100)]
+    scheduler.close()
+    scheduler.close()
+    assert [future.result(0) for future in occupied] == [f"r{n}" for n in range(100)]
+    with pytest.raises(ServerClosed):
+        scheduler.submit(1)
+    assert not scheduler.statistics().accepting
+
+
+def test_close_fails_what_the_drain_time_does_not_cover_even_if_the_model_hangs(
+    start: "StartScheduler", model: "FakeModel", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inference.batching.scheduler._JOIN_GRACE_S", 0.01)
+    scheduler = start()
+    running = model.occupy(scheduler)
+    queued = [scheduler.submit(sample) for sample in range(100)]
+    scheduler.close(drain_s=0.01)
+    for future in [running, *queued]:
+        with pytest.raises(ServerClosed):
+            future.result(0)
+    model.release()
+    scheduler.close()
+    assert model.calls == [[-1]]
+    assert scheduler.statistics().wasted == 1
+
+
+def test_close_from_a_callback_returns_and_the_rest_is_computed(start: "StartScheduler", model: "FakeModel") -> None:
+    scheduler = start()
+    returned: Future[None] = Future()
+    model.occupy(scheduler).add_done_callback(lambda _: returned.set_result(scheduler.close()))
+    queued = scheduler.submit(1)
+    model.release()
+    assert queued.result(PATIENCE_S) == "r1"
+    returned.result(PATIENCE_S)
+
+
+def test_close_sends_blocked_submitters_away(
+    start: "StartScheduler", model: "FakeModel", wait_for_line: "WaitForLine"
+) -> None:
+    scheduler = start(max_queued_items=1, max_batch_size=1)
+    model.occupy(scheduler)
+    scheduler.submit(0)
+    with ThreadPoolExecutor(3) as pool:
+        blocked = [pool.submit(scheduler.submit, sample) for sample in (1, 2)]
+        wait_for_line(scheduler, 2)
+        closing = pool.submit(scheduler.close)
+        assert [type(future.exception(PATIENCE_S)) for future in blocked] == [ServerClosed, ServerClosed]
+        model.release()
+        closing.result(PATIENCE_S)
+
+
+def test_submitting_while_closing_is_answered_or_refused(start: "StartScheduler") -> None:
+    for _ in range(100):
+        scheduler = start(max_wait_s=0.0001)
+        together = threading.Barrier(3)
+
+        def submit(scheduler: BatchScheduler[int, str] = scheduler, together: threading.Barrier = together) -> None:
+            together.wait(PATIENCE_S)
+            with contextlib.suppress(ServerClosed):
+                assert scheduler.submit(1).result(PATIENCE_S) == "r1"
+
+        with ThreadPoolExecutor(2) as pool:
+            answers = [pool.submit(submit) for _ in range(2)]
+            together.wait(PATIENCE_S)
+            scheduler.close()
+            assert [answer.result(PATIENCE_S) for answer in answers] == [None, None]
+
+
+def test_leaving_the_with_block_closes(model: "FakeModel") -> None:
+    with BatchScheduler[int, str](model, max_wait_s=1000) as scheduler:
+        future = scheduler.submit(1)
+    assert future.result(0) == "r1"
+
+
+def test_several_event_loops_share_one_scheduler_and_a_closed_one_harms_nobody(
+    start: "StartScheduler", model: "FakeModel"
+) -> None:
+    scheduler = start(max_batch_size=4)
+
+    async def ask(samples: Sequence[int]) -> list[str]:
+        return await asyncio.gather(*(asyncio.wrap_future(scheduler.submit(sample)) for sample in samples))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda samples: asyncio.run(ask(samples)), [(1, 2), (3, 4)])) == [
+            ["r1", "r2"],
+            ["r3", "r4"],
+        ]
+    model.occupy(scheduler)
+    loop = asyncio.new_event_loop()
+    asyncio.wrap_future(scheduler.submit(5), loop=loop)
+    loop.close()
+    model.release()
+    assert asyncio.run(ask([6])) == ["r6"]
+
+
+def test_a_scheduler_cannot_be_pickled(start: "StartScheduler") -> None:
+    with pytest.raises(TypeError, match="owns a thread"):
+        pickle.dumps(start())
+
+
+def test_a_forked_child_gets_an_error_and_not_a_hang(start: "StartScheduler") -> None:
+    scheduler = start()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of what is tested here
+        child = os.fork()
+    if child == 0:
+        try:
+            with scheduler._lock:  # as some other thread of the parent may have held it
+                scheduler.close()
+            scheduler.submit(1)
+        except CallerError:
+            os._exit(42)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42
+    assert scheduler.submit(1).result(PATIENCE_S) == "r1"
+
+
+def run_script(script: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=PATIENCE_S, capture_output=True, text=True
+    ).stdout
+
+
+def test_the_interpreter_ends_though_nobody_closed_the_scheduler() -> None:
+    run_script("""
+        from inference.batching import BatchScheduler
+        scheduler = BatchScheduler(lambda samples, modes: list(samples), max_wait_s=1000)
+        future = scheduler.submit(1)
+    """)
+
+
+def test_the_interpreter_lets_a_running_batch_end_before_it_goes() -> None:
+    printed = run_script("""
+        import threading, time
+        from inference.batching import BatchScheduler
+
+        def forward(samples, modes):
+            running.set()
+            time.sleep(0.2)
+            print("computed", samples)
+            return samples
+
+        running = threading.Event()
+        scheduler = BatchScheduler(forward, max_wait_s=0, max_batch_size=1)
+        futures = [scheduler.submit(1), scheduler.submit(2)]
+        running.wait()
+    """)
+    assert printed == "computed [1]\n"
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"max_batch_size": 0},
+        {"max_batch_size": 2.0},
+        {"max_batch_size": True},
+        {"max_wait_s": -1},
+        {"max_wait_s": float("nan")},
+        {"max_wait_s": float("inf")},
+        {"max_queued_items": 0},
+        {"max_queued_bytes": -1},
+        {"retry_budget": -1},
+    ],
+    ids=str,
+)
+def test_a_setting_out_of_range_is_named(model: "FakeModel", setting: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(setting))):
+        BatchScheduler(model, **setting)  # type: ignore[arg-type]
+
+
+def test_a_queue_smaller_than_a_batch_is_warned_of(model: "FakeModel") -> None:
+    with pytest.warns(RuntimeWarning, match="no batch can fill"):
+        BatchScheduler(model, max_batch_size=4, max_queued_items=3).close()
