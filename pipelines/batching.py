@@ -108,7 +108,8 @@ def _failure(failed: list[FailedSlide], of: int) -> dg.Failure:
 
 def _tell(context: dg.AssetExecutionContext, outcome: SlideOutcome) -> None:
     if outcome.error is not None:
-        context.log.error("%s: %s", outcome.ref.key, outcome.error.message)
+        reason = outcome.error.message.removeprefix(f"{outcome.ref.name}: ")
+        context.log.error("%s: failed: %s", outcome.ref.key, reason)
     elif outcome.reused:
         context.log.info("%s: already done", outcome.ref.key)
     else:

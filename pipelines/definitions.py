@@ -1,6 +1,6 @@
 """The one set of definitions: discovery, the per-slide chain, the cohort's report."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import dagster as dg
 
@@ -19,7 +19,11 @@ INVENTORY_JOB, SLIDES_JOB, REPORT_JOB = "inventory", "slides", "report"
 
 
 def build_definitions(
-    *, prefix: Sequence[str] = (), partition_set: str = DEFAULT_SET, batch: int = BATCH
+    *,
+    prefix: Sequence[str] = (),
+    partition_set: str = DEFAULT_SET,
+    batch: int = BATCH,
+    loggers: Mapping[str, dg.LoggerDefinition] | None = None,
 ) -> dg.Definitions:
     """Everything, under an asset key prefix and a partition set of the caller's choosing."""
     models, partitions = pipeline_models(), slides_partitions(partition_set)
@@ -36,6 +40,7 @@ def build_definitions(
         ],
         sensors=[new_slides_sensor(partitions, per_slide, batch=batch)],
         resources={"inference": SlideInference()},
+        loggers=loggers,
         executor=dg.in_process_executor,
     )
 

@@ -27,7 +27,7 @@ class SlideInference(dg.ConfigurableResource["SlideInference"]):
 
     store: str = ""
     source: str = ""
-    mpp: float = 0.0
+    mpp: float | None = None
     allow_upsampling: bool = False
     batch_size: int = 64
     device: str = "cpu"
@@ -57,9 +57,8 @@ class SlideInference(dg.ConfigurableResource["SlideInference"]):
 
     def settings(self) -> Settings:
         """What the engine is told."""
-        mpp = self.mpp or float(os.environ.get("SLIDE_MPP") or 0)
         return Settings(
-            mpp=mpp or None,
+            mpp=self.mpp if self.mpp is not None else _mpp_of_environment(),
             allow_upsampling=self.allow_upsampling,
             min_tissue=self.min_tissue,
             batch_size=self.batch_size,
@@ -94,3 +93,11 @@ class SlideInference(dg.ConfigurableResource["SlideInference"]):
         """Give the models back at the end of the run, however it ended."""
         if self._chain is not None:
             self._chain.close()
+
+
+def _mpp_of_environment() -> float | None:
+    text = os.environ.get("SLIDE_MPP")
+    try:
+        return float(text) if text else None
+    except ValueError:
+        raise ConfigError(f"SLIDE_MPP is {text!r}: give the level-0 µm/px as a number, such as 0.25") from None

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import sys
 import time
 import warnings
@@ -13,10 +14,12 @@ import typer
 from rich.console import Console
 
 from inference.engine.inventory import read_inventory
-from inference.errors import InferenceError
+from inference.engine.run import find_slides
+from inference.errors import CallerError, InferenceError, SourceUnavailable
 from inference.models.registry import registered_models
 from inference.store.store import Store
 from pipelines.demo.cohort import write_demo_cohort
+from pipelines.demo.console import plain_console
 from pipelines.demo.layout import Layout
 from pipelines.partitions import DEFAULT_SET, contiguous_chunks, range_tags
 
@@ -36,7 +39,8 @@ def main(
     layout = layout_of(slides, mpp, model, out.absolute())
     layout.prepare()
     if layout.source is None:
-        _out.print("writing the demo cohort (three slides, about 20 s the first time)")
+        if not layout.slides.exists():
+            _out.print("painting three slides (about 20 s)")
         write_demo_cohort(layout.slides)
     if prepare_only:
         return
@@ -61,46 +65,49 @@ def layout_of(slides: str, mpp: str, model: str, out: Path) -> Layout:
     if not slides:
         return Layout(out / "demo", mpp=level0, model=model or None)
     source = Path(slides).absolute()
-    return Layout(out / "runs" / (source.stem if source.is_file() else source.name), source, level0, model or None)
+    # Said now, in one line, rather than by a failed run.
+    find_slides([source], secret=os.environ.get("SLIDE_KEY_SECRET"))
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", source.stem if source.is_file() else source.name).strip("-.")
+    return Layout(out / "runs" / (name or "slides"), source, level0, model or None)
 
 
 def _run(layout: Layout) -> int:
     """Run the three jobs; how many slides failed."""
-    from pipelines.definitions import BATCH, INVENTORY_JOB, REPORT_JOB, SLIDES_JOB, defs
+    from pipelines.definitions import BATCH, INVENTORY_JOB, REPORT_JOB, SLIDES_JOB, build_definitions
 
-    definitions, clock = defs(), time.monotonic()
+    definitions, clock = build_definitions(loggers={"plain": plain_console}), time.monotonic()
     with dg.DagsterInstance.get() as instance:
 
-        def execute(job: str, tags: dict[str, str] | None = None) -> dg.ExecuteInProcessResult:
-            config = {"loggers": {"console": {"config": {"log_level": "INFO"}}}}
-            return definitions.resolve_job_def(job).execute_in_process(
-                instance=instance, tags=tags, raise_on_error=False, run_config=config
+        def execute(job: str, tags: dict[str, str] | None = None) -> bool:
+            definition, config = definitions.resolve_job_def(job), {"loggers": {"plain": {}}}
+            result = definition.execute_in_process(
+                instance=instance, tags=tags, run_config=config, raise_on_error=False
             )
+            return result.success
 
-        if not execute(INVENTORY_JOB).success:
-            return 1
+        if not execute(INVENTORY_JOB):
+            raise SourceUnavailable("discovery failed: the run's log in Dagster says why")
         store = Store(layout.store)
         wanted = read_inventory(store)
         keys = instance.get_dynamic_partitions(DEFAULT_SET)
-        for chunk in contiguous_chunks(keys, wanted.keys(), BATCH):
-            execute(SLIDES_JOB, range_tags(chunk))
-        reported = execute(REPORT_JOB).success
-    failures = {key: failure for key in wanted if (failure := store.failure(key))}
-    for failure in failures.values():
-        _out.print(f"failed   {failure.message}", markup=False, style="red")
-    _out.print(f"{len(wanted)} slides, {len(failures)} failed, {time.monotonic() - clock:.0f} s", markup=False)
-    if not reported:
-        return max(1, len(failures))
-    _out.print(f"report   {layout.report}", markup=False)
-    _out.print(f"heatmaps {layout.store / 'heatmap'}", markup=False)
-    return len(failures)
+        stopped = [
+            chunk for chunk in contiguous_chunks(keys, wanted, BATCH) if not execute(SLIDES_JOB, range_tags(chunk))
+        ]
+        reported = execute(REPORT_JOB)
+    failed = [failure for key in wanted if (failure := store.failure(key))]
+    _out.print(f"{len(wanted)} slides, {len(failed)} failed, {time.monotonic() - clock:.0f} s", markup=False)
+    if reported:
+        _out.print(f"report   {layout.report}", markup=False)
+        _out.print(f"heatmaps {layout.store / 'heatmap'}", markup=False)
+    return max(len(failed), len(stopped), int(not reported))
 
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore", category=dg.BetaWarning)
     logging.getLogger("tifffile").setLevel(logging.ERROR)
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     try:
         typer.run(main)
     except InferenceError as error:
         Console(stderr=True, soft_wrap=True).print(f"error: {error.message}", markup=False, style="bold red")
-        sys.exit(2)
+        sys.exit(2 if isinstance(error, CallerError) else 1)

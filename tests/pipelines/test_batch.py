@@ -2,6 +2,7 @@
 
 import base64
 import io
+import os
 
 import dagster as dg
 import pyarrow.parquet as pq
@@ -140,3 +141,24 @@ def test_the_report_names_every_slide_whatever_became_of_it(pipeline: Pipeline) 
     (event,) = result.get_asset_materialization_events()
     metadata = event.materialization.metadata
     assert (metadata["ok"].value, metadata["ok_with_failures"].value, metadata["failed"].value) == (3, 1, 1)
+
+
+def test_under_a_secret_no_file_name_reaches_the_store_the_event_log_or_the_report(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIDE_KEY_SECRET", "a secret")
+    for name, secret in {
+        "a.svs": "S26-04711_A.svs",
+        "c-empty.svs": "S26-04712_B.svs",
+        "d-damaged.svs": "S26-04713_C.svs",
+    }.items():
+        (pipeline.source / name).rename(pipeline.source / secret)
+    os.mkfifo(pipeline.source / "S26-04714_D.svs")
+    keys = pipeline.discover()
+    pipeline.run_slides(keys)
+    assert pipeline.run_report().success
+    written = [p for p in pipeline.source.parent.rglob("*") if p.is_file() and pipeline.source not in p.parents]
+    assert len(written) > 50
+    assert (pipeline.store / "cohort.parquet").stat().st_mode & 0o777 == 0o600
+    named = [p for p in written if b"S26-047" in p.read_bytes() or "S26-047" in p.name]
+    assert [p.name for p in named] in ([], ["cohort.parquet"])

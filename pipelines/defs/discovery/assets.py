@@ -39,8 +39,11 @@ def _metadata(inventory: Inventory, new: int, gone: int) -> dict[str, dg.Metadat
         "skipped": dg.MetadataValue.int(len(inventory.skipped)),
     }
     if inventory.skipped:
+        # Under a secret no file name may enter the event log.
+        hidden = any(ref.hidden for ref in inventory.slides)
         rows = [
-            dg.TableRecord({"file": s.path.name, "code": s.code, "reason": s.reason}) for s in inventory.skipped[:100]
+            dg.TableRecord({"file": "hidden" if hidden else s.path.name, "code": s.code, "reason": s.reason})
+            for s in inventory.skipped[:100]
         ]
         found["skipped_files"] = dg.MetadataValue.table(rows)
     return found
