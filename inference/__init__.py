@@ -120,12 +120,14 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
-def __getattr__(name: str) -> object:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found: object = getattr(import_module(_HOME_OF.get(name, "inference.errors")), name)
-    globals()[name] = found  # the next access does not come here
-    return found
+if not TYPE_CHECKING:  # a type checker that saw it would take every misspelt name for one of ours
+
+    def __getattr__(name: str) -> object:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = getattr(import_module(_HOME_OF.get(name, "inference.errors")), name)
+        globals()[name] = found  # the next access does not come here
+        return found
 
 
 def __dir__() -> list[str]:

@@ -320,7 +320,8 @@ class BatchScheduler(Generic[T, R]):
                 text = f"undecided after {calls} forward passes of a batch that fails: submit it again"
                 answers += [(item, ForwardError(text)) for item in items]
                 continue
-            halves = [items[: (len(items) + 1) // 2], items[(len(items) + 1) // 2 :]]
+            half = (len(items) + 1) // 2
+            halves = [items[:half], items[half:]]
             if len(items) > self._queue.limit(items[0].lane):
                 todo += halves
                 continue
@@ -334,7 +335,7 @@ class BatchScheduler(Generic[T, R]):
                 answers += [(item, outcome.make_error()) for item in items]
             else:
                 if outcome.kind is FailureKind.OUT_OF_MEMORY:
-                    self._queue.lower_limit(items[0].lane, len(halves[0]))
+                    self._queue.lower_limit(items[0].lane, half)
                 todo += halves
         return answers
 

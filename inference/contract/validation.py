@@ -15,10 +15,11 @@ def parse_json(text: str) -> object:
     """The value of a JSON text.
 
     Raises:
-        BadRequest: not JSON, NaN or infinity, a key twice, nested too deeply, or an integer of thousands of digits.
+        BadRequest: not JSON, NaN or infinity, a key twice, nested too deeply, an integer of thousands of digits, or
+            text that is not Unicode.
     """
     try:
-        value: object = json.loads(text, object_pairs_hook=_unique, parse_constant=_not_a_number)
+        value: object = json.loads(text, object_pairs_hook=_object, parse_constant=_not_a_number)
     except BadRequest:
         raise
     except RecursionError:
@@ -40,11 +41,16 @@ def explain(error: ValidationError) -> str:
     return "; ".join(texts)
 
 
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
         raise BadRequest(f"the body has the key {next(n for n in names if names.count(n) > 1)[:80]!r} twice")
+    for pair in pairs:
+        for text in pair:
+            # JSON can spell half a surrogate pair, which no answer could then be written with.
+            if isinstance(text, str) and not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
+                raise BadRequest(f"the body has a text that is not Unicode: {text[:80]!r}")
     return found
 
 

@@ -182,10 +182,11 @@ def _open_regular(path: Path) -> Iterator[BinaryIO]:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise ArtifactRefused(f"{path.name} cannot be opened as a regular file, not a link: {error.strerror}") from None
+    info = os.fstat(descriptor)
+    if not stat.S_ISREG(info.st_mode) or info.st_nlink != 1:
+        os.close(descriptor)
+        raise ArtifactRefused(f"{path.name} is not a regular file with one name: copy the file itself there")
     with os.fdopen(descriptor, "rb") as stream:
-        info = os.fstat(descriptor)
-        if not stat.S_ISREG(info.st_mode) or info.st_nlink != 1:
-            raise ArtifactRefused(f"{path.name} is not a regular file with one name: copy the file itself there")
         yield stream
 
 

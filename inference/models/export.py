@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.fx.experimental import _config as shapes
 
 from inference.errors import ArtifactRefused, ConfigError
 from inference.models import _torch_noise as _torch_noise  # before the compiler is first imported
@@ -35,7 +34,7 @@ from inference.store.files import canonical_json
 
 log = logging.getLogger(__name__)
 
-EXPORT_VERSION = 1
+EXPORT_VERSION = 2
 """Raised when the way of exporting changes, so that cached checkpoints are made anew."""
 
 
@@ -62,8 +61,10 @@ def export_model(module: nn.Module, spec: ModelSpec, folder: Path, *, source_sha
     )  # fmt: skip
     checkpoint = folder / f"{spec.model_name}-{_identity(pinned)[:12]}.pt2"
     pinned = pinned.model_copy(update={"file": checkpoint.name})
+    if (cached := _verified(checkpoint, logging.DEBUG)) and cached.spec == spec:
+        return checkpoint  # without the lock, so that a cache which others filled may be read-only
     with _exclusive(folder, checkpoint.name):
-        if cached := _verified(checkpoint):
+        if cached := _verified(checkpoint, logging.WARNING):
             if cached.spec != spec:  # what is only drawn differently needs no new export
                 _replace_manifest(checkpoint, cached.model_copy(update={"spec": spec}))
             return checkpoint
@@ -105,10 +106,8 @@ def _export(module: nn.Module, checkpoint: Path, pinned: ArtifactManifest) -> No
     # Compiled beside its final place, so that the rename stays within one file system.
     with tempfile.TemporaryDirectory(dir=checkpoint.parent, prefix=prefix) as scratch:
         built = Path(scratch) / "model.pt2"
-        # torch otherwise takes a batch of one for another program, and compiled code then refuses it.
-        with shapes.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]  # torch adds it at import
-            program = torch.export.export(module, (example,), dynamic_shapes=({0: batch},))
-            _write(program, built, pinned.format)
+        program = torch.export.export(module, (example,), dynamic_shapes=({0: batch},))
+        _write(program, built, pinned.format)
         size, digest = hash_regular_file(built)
         manifest_path(checkpoint).unlink(missing_ok=True)  # never an old manifest beside a new file
         built.replace(checkpoint)
@@ -120,7 +119,9 @@ def _write(program: torch.export.ExportedProgram, path: Path, kind: Format) -> N
         torch.export.save(program, str(path))
         return
     try:
-        torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+        # torch reasons about batches of two and more, and would have the package refuse a batch of one.
+        options = {"aot_inductor.check_lowerbound": False}
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0]
         raise ConfigError(
@@ -134,15 +135,15 @@ def _replace_manifest(checkpoint: Path, manifest: ArtifactManifest) -> None:
     written.replace(manifest_path(checkpoint))
 
 
-def _verified(checkpoint: Path) -> ArtifactManifest | None:
-    """The manifest of a cached checkpoint that can be used as it is."""
+def _verified(checkpoint: Path, level: int) -> ArtifactManifest | None:
+    """The manifest of a cached checkpoint that can be used as it is; says at this level why it cannot."""
     if not checkpoint.is_file() or not manifest_path(checkpoint).is_file():
         return None
     try:
         manifest = load_manifest(checkpoint)
         verify_artifact(checkpoint, manifest, "cpu")
     except ArtifactRefused as error:
-        log.warning("%s is exported anew: %s", checkpoint.name, error)
+        log.log(level, "%s is exported anew: %s", checkpoint.name, error)
         return None
     return manifest
 

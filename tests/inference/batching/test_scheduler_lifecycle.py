@@ -54,12 +54,17 @@ def test_close_fails_what_the_drain_time_does_not_cover_even_if_the_model_hangs(
 
 def test_close_from_a_callback_returns_and_the_rest_is_computed(start: "StartScheduler", model: "FakeModel") -> None:
     scheduler = start()
-    returned: Future[None] = Future()
-    model.occupy(scheduler).add_done_callback(lambda _: returned.set_result(scheduler.close()))
+    returned = threading.Event()
+
+    def close(_: Future[str]) -> None:
+        scheduler.close()
+        returned.set()
+
+    model.occupy(scheduler).add_done_callback(close)
     queued = scheduler.submit(1)
     model.release()
     assert queued.result(PATIENCE_S) == "r1"
-    returned.result(PATIENCE_S)
+    assert returned.wait(PATIENCE_S)
 
 
 def test_close_sends_blocked_submitters_away(

@@ -1,0 +1,214 @@
+"""A checkpoint that is not what its manifest pins is refused before any loader sees it."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from inference.errors import ArtifactRefused, ConfigError, UnknownModel
+from inference.models.artifact import cpu_features, hash_regular_file, load_manifest, manifest_path
+from inference.models.registry import Checkpoint
+from inference.models.runtime import TorchRuntime
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The paths that torch was asked to load."""
+    paths: list[str] = []
+
+    def spy(function: Callable[..., object]) -> Callable[..., object]:
+        def call(path: str, *args: object, **kwargs: object) -> object:
+            paths.append(path)
+            return function(path, *args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(torch.export, "load", spy(torch.export.load))
+    monkeypatch.setattr(torch._inductor, "aoti_load_package", spy(torch._inductor.aoti_load_package))
+    return paths
+
+
+def _load(path: Path, device: str = "cpu") -> TorchRuntime:
+    return TorchRuntime(path, load_manifest(path), device)
+
+
+def _edit(path: Path, **changes: object) -> None:
+    fields = json.loads(manifest_path(path).read_text())
+    manifest_path(path).write_text(json.dumps(fields | changes))
+
+
+def _flip(path: Path, at: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.write_bytes(raw)
+
+
+def test_a_checkpoint_that_matches_its_manifest_runs(tiny: Checkpoint, loaded: list[str]) -> None:
+    tile = np.full((1, 3, 8, 8), 9, np.uint8)
+    embedding, prediction = _load(tiny.path).run(tile)
+    assert embedding.tolist() == [[9.0, 9.0, 9.0]]
+    assert prediction.tolist() == [[9.0, 9.0]]
+    assert len(loaded) == 1
+
+
+@pytest.mark.parametrize("where", [0, 0.5, -1], ids=["first", "middle", "last"])
+def test_a_flipped_bit_anywhere_is_refused_before_the_loader(tiny: Checkpoint, loaded: list[str], where: float) -> None:
+    at = int(where * tiny.manifest.size) if where >= 0 else tiny.manifest.size - 1
+    _flip(tiny.path, at)
+    with pytest.raises(ArtifactRefused, match=r"tiny\.pt2 is not the file its manifest pins .* export it again"):
+        _load(tiny.path)
+    assert loaded == []
+    _flip(tiny.path, at)
+    assert _load(tiny.path).kind == "exported-program"
+
+
+def test_a_truncated_checkpoint_is_refused_with_both_sizes(tiny: Checkpoint, loaded: list[str]) -> None:
+    os.truncate(tiny.path, 100)
+    with pytest.raises(ArtifactRefused, match=rf"100 bytes, .* expected {tiny.manifest.size},"):
+        _load(tiny.path)
+    assert loaded == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"torch_version": "2.9.0"}, "was exported by torch 2.9.0, this is "),
+        ({"arch": "sparc"}, "is compiled for sparc, this machine is "),
+        ({"device": "cuda"}, "is compiled for cuda, not cpu"),
+        ({"cpu_features": ["avx2048"]}, "is compiled for a processor with avx2048, which this one lacks"),
+        ({"sha256": "f" * 64}, "is not the file its manifest pins"),
+    ],
+)
+def test_a_compiled_checkpoint_of_another_machine_is_refused_with_the_remedy(
+    tiny: Checkpoint, loaded: list[str], changes: dict[str, object], says: str
+) -> None:
+    _edit(tiny.path, format="aotinductor", **changes)
+    with pytest.raises(ArtifactRefused, match=rf"{says}.*; export it again: slide-inference run --model tiny"):
+        _load(tiny.path)
+    assert loaded == []
+
+
+def test_a_portable_checkpoint_runs_whatever_the_processor_it_was_made_on(tiny: Checkpoint) -> None:
+    _edit(tiny.path, arch="sparc", cpu_features=["avx2048"])
+    assert _load(tiny.path).kind == "exported-program"
+
+
+def test_a_compiled_checkpoint_is_pinned_to_the_instruction_sets_it_may_use(demo_checkpoint: Checkpoint) -> None:
+    compiled = demo_checkpoint.manifest.format == "aotinductor"
+    assert demo_checkpoint.manifest.cpu_features == (cpu_features() if compiled else ())
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "is not an artifact manifest"),
+        ("[]", "is not an artifact manifest"),
+        ("{}", "is not an artifact manifest: .*sha256|file: Field required"),
+        ("[" * 100_000, "is not an artifact manifest"),
+        ('{"schema_version": 2, "new": 1}', "has schema 2, this version reads 1: upgrade"),
+        (" " * (16 << 20) + "{}", "over 16777216 bytes"),
+    ],
+    ids=["empty", "list", "no fields", "deep", "newer schema", "huge"],
+)
+def test_a_manifest_that_cannot_be_used_is_refused(tiny: Checkpoint, loaded: list[str], text: str, says: str) -> None:
+    manifest_path(tiny.path).write_text(text)
+    with pytest.raises(ArtifactRefused, match=says):
+        _load(tiny.path)
+    assert loaded == []
+
+
+def test_a_manifest_that_is_not_text_is_refused(tiny: Checkpoint) -> None:
+    manifest_path(tiny.path).write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ArtifactRefused, match="is not an artifact manifest"):
+        load_manifest(tiny.path)
+
+
+def test_a_checkpoint_without_a_manifest_is_refused_because_it_is_code(tiny: Checkpoint) -> None:
+    manifest_path(tiny.path).unlink()
+    with pytest.raises(ArtifactRefused, match=r"has no manifest tiny\.pt2\.json: a \.pt2 is code"):
+        load_manifest(tiny.path)
+
+
+def test_a_missing_checkpoint_is_an_unknown_model(tmp_path: Path) -> None:
+    with pytest.raises(UnknownModel, match="no checkpoint at"):
+        load_manifest(tmp_path / "none.pt2")
+
+
+def _symlink(path: Path) -> None:
+    path.rename(path.with_suffix(".real"))
+    path.symlink_to(path.with_suffix(".real"))
+
+
+def _hard_link(path: Path) -> None:
+    path.with_suffix(".real").hardlink_to(path)
+
+
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("replace", [_symlink, _hard_link, _pipe, _folder])
+@pytest.mark.parametrize("of_manifest", [False, True], ids=["checkpoint", "manifest"])
+def test_what_is_not_a_regular_file_with_one_name_is_refused_without_waiting(
+    tiny: Checkpoint, loaded: list[str], replace: Callable[[Path], None], of_manifest: bool
+) -> None:
+    path = manifest_path(tiny.path) if of_manifest else tiny.path
+    replace(path)
+    with pytest.raises(ArtifactRefused, match="regular file"):
+        _load(tiny.path)
+    if not of_manifest:
+        with pytest.raises(ArtifactRefused, match="regular file"):
+            TorchRuntime(tiny.path, tiny.manifest)
+    assert loaded == []
+
+
+def test_what_is_loaded_is_what_was_hashed_even_if_the_file_is_swapped_in_between(
+    tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = torch.export.load
+
+    def swap_then_load(path: str) -> object:
+        tiny.path.write_bytes(b"something else")
+        assert hash_regular_file(Path(path)) == (tiny.manifest.size, tiny.manifest.sha256)
+        return load(path)
+
+    monkeypatch.setattr(torch.export, "load", swap_then_load)
+    assert TorchRuntime(tiny.path, tiny.manifest).run(np.zeros((1, 3, 8, 8), np.uint8))[0].tolist() == [[0.0] * 3]
+
+
+def test_no_copy_is_left_behind(tiny: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "temporary"
+    place.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(place))
+    _load(tiny.path)
+    _flip(tiny.path, 10)
+    with pytest.raises(ArtifactRefused):
+        _load(tiny.path)
+    assert list(place.iterdir()) == []
+
+
+def test_a_pinned_file_that_no_loader_understands_is_refused(tiny: Checkpoint) -> None:
+    tiny.path.write_bytes(b"not a package")
+    size, digest = hash_regular_file(tiny.path)
+    _edit(tiny.path, size=size, sha256=digest)
+    with pytest.raises(ArtifactRefused, match=r"tiny\.pt2 does not load: .*; export it again"):
+        _load(tiny.path)
+
+
+@pytest.mark.parametrize("device", ["gpu0", "", "cuda:99", "meta"])
+def test_a_device_that_is_not_there_is_a_config_error_before_the_loader(
+    tiny: Checkpoint, loaded: list[str], device: str
+) -> None:
+    with pytest.raises(ConfigError, match=r"is no device: give cpu|this machine has no device"):
+        _load(tiny.path, device)
+    assert loaded == []
