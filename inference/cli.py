@@ -69,21 +69,22 @@ def run(
 
     Exit code 0 if all went well (failed tiles within the budget included), 1 if a slide failed, 2 for bad usage.
     """
-    # What can be refused is refused before anything is created.
+    # Settings, slides and model are looked at before anything is created.
     settings = Settings(mpp=mpp, allow_upsampling=allow_upsampling, batch_size=batch_size, device=device)
     inventory = find_slides(slides, root=root, secret=os.environ.get("SLIDE_KEY_SECRET"))
     checkpoint = resolve_model(model)
-    outcomes: list[SlideOutcome] = []
+    counts: Counter[SlideStatus] = Counter()
     with Chain(_open_store(out), [checkpoint], settings) as chain:
         try:
-            outcomes.extend(_run_all(chain, inventory))
+            for outcome in _run_all(chain, inventory):
+                counts[outcome.status] += 1
         except Broken as error:
-            _complain(f"stopped after {len(outcomes)} of {len(inventory.slides)} slides: {error.message}")
+            _complain(f"stopped after {counts.total()} of {len(inventory.slides)} slides: {error.message}")
             raise typer.Exit(FAILED) from error
         report = out / "report.html"
         write_cohort_report(report, out.resolve().name, chain, inventory.slides)
-    _summarise(outcomes, inventory, report)
-    raise typer.Exit(FAILED if any(outcome.error for outcome in outcomes) else OK)
+    _summarise(counts, inventory, report)
+    raise typer.Exit(FAILED if counts["failed"] else OK)
 
 
 @app.command()
@@ -110,7 +111,7 @@ def _run_all(chain: Chain, inventory: Inventory) -> Iterator[SlideOutcome]:
         TextColumn("tiles"), TimeRemainingColumn(),
     )  # fmt: skip
     slides = inventory.slides
-    width = min(MAX_NAME_WIDTH, max(len(ref.name) for ref in slides))
+    width = _name_width(inventory)
     with Progress(*columns, console=_err, transient=True, disable=not _err.is_terminal) as bars:
         for number, ref in enumerate(slides, 1):
             bar = bars.add_task(f"{number}/{len(slides)} {ref.name}", total=None)
@@ -124,6 +125,10 @@ def _run_all(chain: Chain, inventory: Inventory) -> Iterator[SlideOutcome]:
             yield outcome
 
 
+def _name_width(inventory: Inventory) -> int:
+    return min(MAX_NAME_WIDTH, max(len(ref.name) for ref in inventory.slides))
+
+
 def _labelled(label: str, text: str, style: str = "") -> Text:
     return Text.assemble((f"{label:{LABEL_WIDTH}}", style), text)
 
@@ -134,11 +139,12 @@ def _about(outcome: SlideOutcome) -> str:
         return outcome.error.message.removeprefix(f"{outcome.ref.name}: ")
     predicted = next((r for r in outcome.results if r.stage == "predict"), None)
     counts = predicted.manifest.counts if predicted else None
-    parts = [f"{counts.ok} of {counts.planned} tiles" if counts and counts.planned else "no tiles"]
+    if predicted and predicted.manifest.reason:
+        parts = [f"no tiles: {predicted.manifest.reason}"]
+    else:
+        parts = [f"{counts.ok} of {counts.planned} tiles" if counts else "no tiles"]
     if counts and counts.failed:
         parts.append(f"{counts.failed} failed")
-    if predicted and predicted.manifest.reason:
-        parts.append(predicted.manifest.reason)
     if rate := _rate(outcome):
         parts.append(rate)
     if outcome.reused:
@@ -154,14 +160,13 @@ def _rate(outcome: SlideOutcome) -> str | None:
     return None
 
 
-def _summarise(outcomes: list[SlideOutcome], inventory: Inventory, report: Path) -> None:
+def _summarise(counts: Counter[SlideStatus], inventory: Inventory, report: Path) -> None:
     hidden = any(ref.hidden for ref in inventory.slides)
     for skipped in inventory.skipped:
         name = "a file" if hidden else printable(skipped.path.name)
-        _err.print(_labelled("skipped", f"{name}: {skipped.reason}", "dim"))
-    counts = Counter(outcome.status for outcome in outcomes)
+        _err.print(_labelled("skipped", f"{name:{_name_width(inventory)}}  {skipped.reason}", "dim"))
     found = ", ".join(f"{counts[status]} {status}" for status in STYLE if counts[status])
-    _out.print(f"{len(outcomes)} slide{'' if len(outcomes) == 1 else 's'}: {found}", markup=False)
+    _out.print(f"{counts.total()} slide{'' if counts.total() == 1 else 's'}: {found}", markup=False)
     _out.print(f"report: {report}", markup=False)
 
 

@@ -43,7 +43,12 @@ class Failure:
 
 
 def describe(error: BaseException, kind: FailureKind | None) -> Failure:
-    """Keeps the class and fields of our own errors; wraps others, with their type and text as fields."""
+    """Keeps the class and fields of our own errors; wraps others, with their type and text as fields.
+
+    A `ForwardError` blames a batch; where one item is to blame, it becomes that item's `TileError`.
+    """
+    if kind is FailureKind.ITEM and type(error) is ForwardError:
+        return Failure(kind, partial(TileError, error.message, **error.fields))
     kept: type[InferenceError] = InferenceError
     wrapper: type[InferenceError] = TileError
     text = "the forward pass fails on this tile alone"

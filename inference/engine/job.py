@@ -170,8 +170,10 @@ class SlideJob:
 
         Raises:
             MissingResult: it is not there for this recipe and content.
+            SlideChanged: it was there, but the slide's files have changed since this run began.
         """
         if self.finished(address) is None:
+            self._refuse_changed(stamp(self.ref))
             raise MissingResult(
                 f"{self.ref.name}: {needed} needs {address.stage}/{address.name}, which is not in the store for this "
                 "slide and these settings: run that stage first, or all of them"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 from inference.batching import BatchScheduler
 from inference.engine.results import plain_message
 from inference.engine.settings import Settings
-from inference.errors import ArtifactRefused, Broken, CallerError
+from inference.errors import ArtifactRefused, Broken, CallerError, ConfigError
 from inference.models.artifact import ArtifactManifest
 from inference.models.registry import Checkpoint
 from inference.models.sample import Mode, PreparedSample, TileOutput
@@ -19,9 +19,16 @@ if TYPE_CHECKING:
 
 
 class EngineModel:
-    """One model and its batch queue; `loads` counts how often the checkpoint was loaded (once, or never)."""
+    """One model and its batch queue; `loads` counts how often the checkpoint was loaded (once, or never).
+
+    Raises:
+        ConfigError: it takes no batches of this size.
+    """
 
     def __init__(self, checkpoint: Checkpoint, settings: Settings) -> None:
+        most = checkpoint.manifest.max_batch
+        if settings.batch_size > most:
+            raise ConfigError(f"{checkpoint.path.name} takes batches of 1 to {most} tiles, not {settings.batch_size}")
         self._checkpoint, self._settings = checkpoint, settings
         self._lock = threading.Lock()
         self._loaded: BaseServerModel | None = None
@@ -56,8 +63,10 @@ class EngineModel:
         path, device, size = self._checkpoint.path, self._settings.device, self._settings.batch_size
         try:
             return load_server_model(self._checkpoint, device, fixed_batch=size)
-        except (Broken, CallerError):
+        except Broken:
             raise
+        except CallerError as error:  # of the run, not of the slide at hand
+            raise ArtifactRefused(error.message) from error
         except Exception as error:
             text = plain_message(str(error)) or type(error).__name__
             raise ArtifactRefused(f"{path.name} does not run on {device} with batches of {size}: {text}") from error

@@ -1,6 +1,7 @@
 """What defines each stage's numbers, and so where its results lie."""
 
 import platform
+from functools import cache
 from importlib.metadata import version
 
 from pydantic import JsonValue
@@ -64,9 +65,10 @@ def tiling_name(spec: ModelSpec) -> str:
 
 def execution(model: ArtifactManifest | None, settings: Settings, reader: str) -> dict[str, JsonValue]:
     """What can move the last bits of a result without changing its recipe."""
-    packages = ("numpy", "pillow", "pyarrow", "scipy", "tifffile", "imagecodecs")
     found: dict[str, JsonValue] = {
-        "packages": {name: version(name) for name in packages},
+        "packages": {
+            name: _version(name) for name in ("numpy", "pillow", "pyarrow", "scipy", "tifffile", "imagecodecs")
+        },
         "reader": reader,
         "arch": platform.machine(),
     }
@@ -75,12 +77,18 @@ def execution(model: ArtifactManifest | None, settings: Settings, reader: str) -
 
         found |= {
             "artifact_sha256": model.sha256,
-            "torch": version("torch"),
+            "torch": _version("torch"),
             "threads": torch.get_num_threads(),
             "batch_size": settings.batch_size,
             "device": settings.device,
         }
     return found
+
+
+@cache
+def _version(package: str) -> str:
+    """Looked up once: it parses the package's metadata each time, and every stage of every slide asks."""
+    return version(package)
 
 
 def _recipe(stage: str, *, upstream: dict[str, JsonValue] | None = None, **own: JsonValue) -> dict[str, JsonValue]:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,6 +12,8 @@ from inference.slides.resolution import PLAUSIBLE, plausible
 Stage = Literal["info", "tiles", "predict", "features", "prediction", "heatmap"]
 STAGES: tuple[Stage, ...] = ("info", "tiles", "predict", "features", "prediction", "heatmap")
 """In the order in which they need each other."""
+
+_DEVICE = re.compile(r"cpu|mps|cuda(:\d{1,3})?")
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ class Settings:
             )
         if not math.isfinite(self.threshold) or math.isnan(self.lock_wait_s):
             raise ConfigError(f"threshold {self.threshold} and lock_wait_s {self.lock_wait_s} must be numbers")
+        if not _DEVICE.fullmatch(self.device):
+            raise ConfigError(f"{self.device!r} is no device: give cpu, cuda, cuda:1 or mps")
         if not 0 <= self.min_tissue <= 1 or not 0 <= self.max_failed_share <= 1:
             raise ConfigError("min_tissue and max_failed_share are shares between 0 and 1")
         if min(self.batch_size, self.readers, self.top_k) < 1 or self.max_failed_tiles < 0 or self.lock_wait_s < 0:

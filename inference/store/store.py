@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import TextIO
 
 from pydantic import BaseModel, ConfigDict, JsonValue
 
@@ -93,10 +93,10 @@ class Store:
         with _acquire(path, wait_s, f"{address.key}: {address.stage}/{address.name}") as stream:
             try:
                 # Who holds it is for people to read; the lock itself is the kernel's.
+                owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}
                 with store_errors(path):
                     stream.truncate(0)
-                    stream.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}))
-                    stream.flush()
+                    stream.write(json.dumps(owner).encode())
                 yield
             finally:
                 # Before it is let go: whoever waits for this file sees that it is gone and takes the next one.
@@ -170,12 +170,12 @@ class Store:
 
 
 @contextmanager
-def _acquire(path: Path, wait_s: float, what: str) -> Iterator[TextIO]:
+def _acquire(path: Path, wait_s: float, what: str) -> Iterator[FileIO]:
     """The lock file, opened and held. A holder removes it when done, so a name may change its file meanwhile."""
     deadline = time.monotonic() + wait_s
     while True:
         with store_errors(path):
-            stream = path.open("a+", encoding="utf-8")
+            stream = path.open("ab+", buffering=0)  # what a buffer could not write, its close would try again
         with stream:
             if _try_lock(stream):
                 if _is_still(path, stream):
@@ -187,7 +187,7 @@ def _acquire(path: Path, wait_s: float, what: str) -> Iterator[TextIO]:
         time.sleep(min(0.2, max(0.01, deadline - time.monotonic())))
 
 
-def _try_lock(stream: TextIO) -> bool:
+def _try_lock(stream: FileIO) -> bool:
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -197,7 +197,7 @@ def _try_lock(stream: TextIO) -> bool:
     return True
 
 
-def _is_still(path: Path, stream: TextIO) -> bool:
+def _is_still(path: Path, stream: FileIO) -> bool:
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(path.stat(), os.fstat(stream.fileno()))
     return False
@@ -215,7 +215,7 @@ def _probe(root: Path) -> None:
     probe = root / f"{PROBE}{os.getpid()}-{time.monotonic_ns()}"
     renamed = probe.with_suffix(".renamed")
     try:
-        with probe.open("w") as stream:
+        with probe.open("wb", buffering=0) as stream:
             _try_lock(stream)
         probe.rename(renamed)
     finally:

@@ -79,7 +79,8 @@ def _run(layout: Layout) -> int:
     with dg.DagsterInstance.get() as instance:
 
         def execute(job: str, tags: dict[str, str] | None = None) -> bool:
-            definition, config = definitions.resolve_job_def(job), {"loggers": {"plain": {}}}
+            definition = definitions.resolve_job_def(job)
+            config: dict[str, object] = {"loggers": {"plain": {}}}
             result = definition.execute_in_process(
                 instance=instance, tags=tags, run_config=config, raise_on_error=False
             )

@@ -13,8 +13,7 @@ class _OnlyOurs(logging.Filter):
         return meta.get("dagster_event") is None
 
 
-@dg.logger(description="Messages alone, one per line.")
-def plain_console(_context: dg.InitLoggerContext) -> logging.Logger:
+def _plain(_context: dg.InitLoggerContext) -> logging.Logger:
     """Writes the bare text of each message to stderr."""
     logger = logging.Logger("slide_inference", level=logging.INFO)  # noqa: LOG001 - one per run, not a global one
     handler = logging.StreamHandler()
@@ -28,3 +27,6 @@ class _BareText(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         meta = getattr(record, "dagster_meta", None) or {}
         return str(meta.get("orig_message") or record.getMessage())
+
+
+plain_console = dg.LoggerDefinition(_plain, description="Messages alone, one per line.")

@@ -89,7 +89,7 @@ def _dying(module: object, name: str, call: int, *, after: bool = False) -> None
 
 
 def _cannot_exchange() -> None:
-    files_module._exchange = lambda _a, _b: False
+    setattr(files_module, "_exchange", lambda _work, _final: False)  # noqa: B010 - mypy minds the argument names
 
 
 def _between_the_renames() -> None:
