@@ -1,5 +1,6 @@
 """A slide at a glance: a low-resolution picture of all of it, read block by block past any damage."""
 
+import math
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -14,6 +15,9 @@ A = TypeVar("A", bound=np.generic)
 
 MASK_MPP = 8.0
 """µm per mask pixel aimed at: a 224-pixel tile at 0.5 µm/px is 14 mask pixels wide."""
+
+MAX_MASK_PIXELS = 1 << 26
+"""Mask pixels at most (64 x 64 mm at 8 µm), below what Pillow takes for a bomb; larger slides get a coarser mask."""
 
 THUMBNAIL_PX = 1536
 """Longest side of the thumbnail, at most."""
@@ -49,7 +53,7 @@ def read_overview(reader: SlideReader, mpp: tuple[float, float]) -> Overview:
     level = _choose_level(reader, max(mpp))
     width, height = reader.level_sizes[level]
     down = (reader.level_sizes[0][0] / width, reader.level_sizes[0][1] / height)
-    factor = _power_of_two(MASK_MPP / (max(mpp) * max(down)))
+    factor = _mask_factor((width, height), MASK_MPP / (max(mpp) * max(down)))
     shrink = _power_of_two(max(width, height) / THUMBNAIL_PX, up=True)
     canvas = _Canvas((height, width), factor, shrink, reader.background)
     for y in range(0, height, BLOCK_PX):
@@ -95,8 +99,10 @@ class _Canvas:
         rgb = composite(rgba, self._background)
         _paste(self.rgb, x // self._factor, y // self._factor, _reduce(rgb, self._factor))
         _paste(self.thumbnail, x // self._shrink, y // self._shrink, _reduce(rgb, self._shrink))
-        absent = _edge_padded((rgba[..., 3] == 0).astype(np.float32), self._factor)
-        _paste(self.missing, x // self._factor, y // self._factor, block_mean(absent, self._factor))
+        absent = rgba[..., 3] == 0
+        if absent.any():
+            share = block_mean(_edge_padded(absent.astype(np.float32), self._factor), self._factor)
+            _paste(self.missing, x // self._factor, y // self._factor, share)
 
     def mark_unreadable(self, region: tuple[int, int, int, int]) -> None:
         x, y, width, height = region
@@ -113,6 +119,14 @@ def _choose_level(reader: SlideReader, mpp: float) -> int:
         if mpp * width / size[0] <= MASK_MPP and max(size) >= THUMBNAIL_PX
     ]
     return max(fine, key=lambda k: width / reader.level_sizes[k][0]) if fine else 0
+
+
+def _mask_factor(size: tuple[int, int], wanted: float) -> int:
+    """Level pixels per mask pixel: at most as many as wanted, but so many that the mask keeps its bound."""
+    factor = _power_of_two(wanted)
+    while factor < BLOCK_PX and math.prod(-(-side // factor) for side in size) > MAX_MASK_PIXELS:
+        factor *= 2
+    return factor
 
 
 def _power_of_two(ratio: float, *, up: bool = False) -> int:

@@ -11,9 +11,12 @@ def composite(rgba: NDArray[np.uint8], background: tuple[int, int, int]) -> NDAr
     rgb, alpha = rgba[..., :3], rgba[..., 3]
     if alpha.min(initial=255) == 255:
         return np.ascontiguousarray(rgb)
-    weight = alpha[..., None].astype(np.uint32)
-    mixed = rgb * weight + np.asarray(background, np.uint32) * (255 - weight)
-    return ((mixed + 127) // 255).astype(np.uint8)
+    weight = alpha[..., None].astype(np.uint16)  # 255 * 255 + 127 still fits
+    mixed = rgb * weight
+    mixed += np.asarray(background, np.uint16) * (255 - weight)
+    mixed += 127
+    mixed //= 255
+    return mixed.astype(np.uint8)
 
 
 def reduce_area(image: NDArray[np.uint8], factor: int) -> NDArray[np.uint8]:

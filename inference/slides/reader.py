@@ -1,10 +1,7 @@
 """The boundary to foreign decoders: one small interface, every call checked."""
 
 import contextlib
-import logging
-import os
-import queue
-import stat
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,12 +12,15 @@ import openslide
 import tifffile
 from numpy.typing import NDArray
 
-from inference.errors import SourceUnavailable, TileReadError, UnreadableSlide
-
-log = logging.getLogger(__name__)
+from inference.errors import TileReadError, UnreadableSlide
+from inference.slides._refusal import raise_if_lost, reason_of, require_bearable, require_regular_file, why_unreadable
+from inference.slides._tiff_levels import TiffLevel, tiff_level
 
 MAX_REGION_PIXELS = 1 << 26
 """Largest region of one read; larger requests are a mistake of the caller."""
+
+MAX_SIDE_PX = 1 << 21
+"""Longest side of a slide: half a metre at 0.25 µm/px. A header that claims more is damaged."""
 
 
 class SlideReader(Protocol):
@@ -47,6 +47,9 @@ class SlideReader(Protocol):
 
         Raises:
             TileReadError: the pixels cannot be decoded; other regions still can.
+            UnreadableSlide: the file is gone or no longer opens.
+            SourceUnavailable: the folder or mount is lost.
+            ValueError: no such level, a region wholly outside it or larger than `MAX_REGION_PIXELS`, or closed.
         """
         ...
 
@@ -60,45 +63,54 @@ class SlideReader(Protocol):
 
 
 class OpenSlideReader:
-    """Reads through OpenSlide, whose handles fail for good after one damaged tile: such a handle is replaced."""
+    """Reads through OpenSlide, whose handles fail for good after one damaged tile: such a handle is dropped.
 
-    kind = f"openslide {openslide.__library_version__}"
+    A handle serves one read at a time, so there are as many as reads that ran at once. Levels of plain tiled TIFFs
+    that OpenSlide would interpolate (see `_tiff_levels`) are decoded tile by tile instead.
+    """
 
     def __init__(self, path: Path, name: str) -> None:
         self._path, self._name = path, name
-        self._free: queue.SimpleQueue[openslide.OpenSlide] = queue.SimpleQueue()
-        handle = self._open()
-        properties = handle.properties
-        self.level_sizes: tuple[tuple[int, int], ...] = tuple((int(w), int(h)) for w, h in handle.level_dimensions)
-        # OpenSlide addresses every level in level-0 pixels and divides by this one number for x and y.
-        self._downsamples = tuple(float(d) for d in handle.level_downsamples)
-        self.vendor = str(properties.get(openslide.PROPERTY_NAME_VENDOR, "unknown"))
-        self.quickhash: str | None = properties.get(openslide.PROPERTY_NAME_QUICKHASH1)
-        self.mpp = _pair_of_floats(properties, openslide.PROPERTY_NAME_MPP_X, openslide.PROPERTY_NAME_MPP_Y)
-        self.objective_power = _float(properties.get(openslide.PROPERTY_NAME_OBJECTIVE_POWER))
-        colour = str(properties.get(openslide.PROPERTY_NAME_BACKGROUND_COLOR, "ffffff"))
-        self.background = (int(colour[:2], 16), int(colour[2:4], 16), int(colour[4:6], 16))
-        levels = range(len(self.level_sizes))
-        self._tiles = tuple(
-            tuple(_int(properties.get(f"openslide.level[{k}].tile-{side}")) for side in ("width", "height"))
-            for k in levels
-        )
-        self._free.put(handle)
+        self._lock = threading.Lock()
+        self._free: list[openslide.OpenSlide] = []
+        self._closed = False
+        self._tiff_levels: dict[int, TiffLevel | None] = {}
+        require_regular_file(path, name)
+        require_bearable(path, name)
+        with self._handle() as handle:
+            self.level_sizes: tuple[tuple[int, int], ...] = tuple((int(w), int(h)) for w, h in handle.level_dimensions)
+            # OpenSlide addresses every level in level-0 pixels and divides by this one number for x and y.
+            self._downsamples = tuple(float(d) for d in handle.level_downsamples)
+            properties = handle.properties
+            self.vendor = str(properties.get(openslide.PROPERTY_NAME_VENDOR, "unknown"))
+            self.quickhash: str | None = properties.get(openslide.PROPERTY_NAME_QUICKHASH1)
+            self.mpp = _pair_of_floats(properties, openslide.PROPERTY_NAME_MPP_X, openslide.PROPERTY_NAME_MPP_Y)
+            self.objective_power = _float(properties.get(openslide.PROPERTY_NAME_OBJECTIVE_POWER))
+            self.background = _colour(properties.get(openslide.PROPERTY_NAME_BACKGROUND_COLOR))
+            self._tiles = tuple(
+                (
+                    _int(properties.get(f"openslide.level[{k}].tile-width")),
+                    _int(properties.get(f"openslide.level[{k}].tile-height")),
+                )
+                for k in range(len(self.level_sizes))
+            )
+            self._require_possible_sizes()
+        exact = any(self._interpolated(level) for level in range(len(self.level_sizes)))
+        self.kind = f"openslide {openslide.__library_version__}" + f", tifffile {tifffile.__version__}" * exact
 
     def read_region(self, level: int, x: int, y: int, width: int, height: int) -> NDArray[np.uint8]:
         """See `SlideReader.read_region`."""
+        if self._closed:
+            raise ValueError(f"{self._name}: the slide is closed")
         if not 0 <= level < len(self.level_sizes) or width < 1 or height < 1 or width * height > MAX_REGION_PIXELS:
             raise ValueError(f"{self._name}: cannot read {width} x {height} pixels of level {level}")
-        down = self._downsamples[level]
-        origin = (round(x * down), round(y * down))
-        try:
-            return self._read(origin, level, (width, height))
-        except openslide.OpenSlideError:
-            # A fresh handle tells damage elsewhere, seen by this handle before, from damage here.
-            try:
-                return self._read(origin, level, (width, height))
-            except openslide.OpenSlideError as error:
-                raise TileReadError(f"level {level} cannot be decoded here: {_reason(error)}") from None
+        if not (-width < x < self.level_sizes[level][0] and -height < y < self.level_sizes[level][1]):
+            raise ValueError(f"{self._name}: ({x}, {y}) lies outside level {level}")
+        if tiff := self._tiff_level(level):
+            # What is missing or damaged there is OpenSlide's to judge: it may fill it in from another level.
+            with contextlib.suppress(ValueError, OSError):
+                return tiff.read(x, y, width, height)
+        return self._read(level, x, y, width, height)
 
     def stored_tile(self, level: int) -> tuple[int, int]:
         """See `SlideReader.stored_tile`; 256 where the format does not say."""
@@ -106,10 +118,11 @@ class OpenSlideReader:
         return width or 256, height or 256
 
     def close(self) -> None:
-        """Close every handle; idempotent."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._free.get_nowait().close()
+        """Close every handle, those in use when their read ends; idempotent."""
+        with self._lock:
+            self._closed, handles, self._free = True, self._free, []
+        for handle in handles:
+            handle.close()
 
     def __enter__(self) -> Self:
         return self
@@ -117,30 +130,86 @@ class OpenSlideReader:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _read(self, origin: tuple[int, int], level: int, size: tuple[int, int]) -> NDArray[np.uint8]:
+    def _read(self, level: int, x: int, y: int, width: int, height: int) -> NDArray[np.uint8]:
+        down = self._downsamples[level]
+        origin, size = (round(x * down), round(y * down)), (width, height)
+        try:
+            return self._read_once(origin, level, size)
+        except openslide.OpenSlideError:  # a passing fault of the disk is no damage: once more, with another handle
+            try:
+                return self._read_once(origin, level, size)
+            except openslide.OpenSlideError as error:
+                raise_if_lost(error, self._name)
+                raise TileReadError(f"level {level} cannot be decoded here: {reason_of(error, self._path)}") from None
+
+    def _read_once(self, origin: tuple[int, int], level: int, size: tuple[int, int]) -> NDArray[np.uint8]:
         with self._handle() as handle:
             return np.asarray(handle.read_region(origin, level, size), dtype=np.uint8)
 
     @contextmanager
     def _handle(self) -> Iterator[openslide.OpenSlide]:
-        """One handle for one read; given back only if the read went well."""
-        try:
-            handle = self._free.get_nowait()
-        except queue.Empty:
-            handle = self._open()
+        """One handle for one read; dropped unless the read goes well."""
+        with self._lock:
+            if self._closed:
+                raise ValueError(f"{self._name}: the slide is closed")
+            handle = self._free.pop() if self._free else None
+        handle = handle or self._open()
         try:
             yield handle
         except BaseException:
             handle.close()
             raise
-        self._free.put(handle)
+        self._give_back(handle)
+
+    def _give_back(self, handle: openslide.OpenSlide) -> None:
+        with self._lock:
+            if not self._closed:
+                self._free.append(handle)
+                return
+        handle.close()
 
     def _open(self) -> openslide.OpenSlide:
         require_regular_file(self._path, self._name)
         try:
             return openslide.OpenSlide(self._path)
-        except (openslide.OpenSlideError, OSError) as error:
-            raise UnreadableSlide(f"{self._name}: {_why_unreadable(self._path, error)}") from None
+        except (openslide.OpenSlideError, OSError, ValueError) as error:
+            raise_if_lost(error, self._name)
+            raise UnreadableSlide(f"{self._name}: {why_unreadable(self._path, self._name, error)}") from None
+
+    def _require_possible_sizes(self) -> None:
+        """Before anything is read: GLib ends the process where it gets no memory for a tile."""
+        what = "its header is damaged"
+        for (width, height), (tile_w, tile_h) in zip(self.level_sizes, self._tiles, strict=True):
+            if not (0 < width <= MAX_SIDE_PX and 0 < height <= MAX_SIDE_PX):
+                raise UnreadableSlide(
+                    f"{self._name}: claims to be {width} x {height} pixels, which no slide is: {what}"
+                )
+            if tile_w * tile_h > MAX_REGION_PIXELS:
+                raise UnreadableSlide(f"{self._name}: claims compressed tiles of {tile_w} x {tile_h} pixels: {what}")
+
+    def _interpolated(self, level: int) -> bool:
+        """Whether OpenSlide would interpolate a level that can be read another way."""
+        return self.vendor in ("aperio", "generic-tiff") and not self._downsamples[level].is_integer()
+
+    def _tiff_level(self, level: int) -> TiffLevel | None:
+        if not self._interpolated(level):
+            return None
+        with self._lock:
+            if level in self._tiff_levels:
+                return self._tiff_levels[level]
+        found = tiff_level(self._path, self.level_sizes[level])
+        if found is not None and not self._agrees(found, level):
+            found = None
+        with self._lock:
+            return self._tiff_levels.setdefault(level, found)
+
+    def _agrees(self, found: TiffLevel, level: int) -> bool:
+        """Whether both readers see the same in the corner, where OpenSlide does not interpolate."""
+        width, height = (min(512, side) for side in self.level_sizes[level])
+        try:
+            return np.array_equal(found.read(0, 0, width, height), self._read(level, 0, 0, width, height))
+        except (ValueError, OSError, TileReadError):
+            return True  # damaged there: nothing to compare, and no reason to read the rest less exactly
 
 
 def open_slide(path: Path, name: str) -> SlideReader:
@@ -157,65 +226,13 @@ def open_slide(path: Path, name: str) -> SlideReader:
     return OpenSlideReader(path, name)
 
 
-def require_regular_file(path: Path, name: str) -> None:
-    """Refuse what is gone, and what would hang a reader: pipes, sockets, devices."""
+def _colour(text: str | None) -> tuple[int, int, int]:
+    """RGB of a hexadecimal colour; white where there is none."""
     try:
-        mode = path.stat().st_mode
-    except FileNotFoundError:
-        if not path.parent.is_dir():
-            raise SourceUnavailable(f"{name}: its folder cannot be reached; is the source mounted?") from None
-        raise UnreadableSlide(f"{name}: the file is gone; put it back or remove it from the cohort") from None
-    except OSError as error:
-        raise UnreadableSlide(f"{name}: the file cannot be reached: {error.strerror}") from None
-    if not stat.S_ISREG(mode):
-        raise UnreadableSlide(f"{name}: not a regular file")
-    if not os.access(path, os.R_OK):
-        raise UnreadableSlide(f"{name}: no permission to read it")
-
-
-def _why_unreadable(path: Path, error: BaseException) -> str:
-    """The likeliest reason that a file does not open as a slide, in one line."""
-    size = path.stat().st_size
-    if size == 0:
-        return "the file is empty (0 bytes); copy it again"
-    with path.open("rb") as stream:
-        head = stream.read(512)
-    if head.lstrip()[:1] == b"<":
-        return "not a slide but a web page or XML (an error page saved as a slide?); fetch it again"
-    if head[:2] not in (b"II", b"MM"):
-        return f"no known slide format ({_reason(error)})"
-    if end := _tiff_end(path):
-        return f"truncated: its data reach byte {end:,}, the file ends at {size:,}; copy it again"
-    return f"a TIFF that is damaged or no slide ({_reason(error)})"
-
-
-def _tiff_end(path: Path) -> int | None:
-    """Last byte a TIFF's own tables ask for, if the file is shorter; None if nothing is missing."""
-    size, end = path.stat().st_size, _first_directory(path)
-    logger = logging.getLogger("tifffile")
-    quiet, logger.disabled = logger.disabled, True  # it reports to stderr what is reported here
-    try:
-        with tifffile.TiffFile(path) as tiff:
-            for page in tiff.pages:
-                end = max([end, *(o + n for o, n in zip(page.dataoffsets, page.databytecounts, strict=False))])
-    except Exception as error:  # noqa: BLE001 - a damaged TIFF raises anything; what was found so far may tell
-        log.debug("tables of %s end early: %s", path.name, error)
-    finally:
-        logger.disabled = quiet
-    return end if end > size else None
-
-
-def _first_directory(path: Path) -> int:
-    """Where a TIFF header says the first directory lies."""
-    with path.open("rb") as stream:
-        head = stream.read(16)
-    order = "little" if head[:2] == b"II" else "big"
-    big = int.from_bytes(head[2:4], order) == 43  # type: ignore[arg-type]  # BigTIFF's magic number
-    return int.from_bytes(head[8:16] if big else head[4:8], order)  # type: ignore[arg-type]
-
-
-def _reason(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:160]
+        value = bytes.fromhex(text or "ffffff")
+    except ValueError:
+        value = b""
+    return (value[0], value[1], value[2]) if len(value) == 3 else (255, 255, 255)
 
 
 def _float(text: str | None) -> float | None:

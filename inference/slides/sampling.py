@@ -10,6 +10,9 @@ from inference.slides.pixels import composite, reduce_area, resample_area, resam
 from inference.slides.reader import SlideReader
 from inference.slides.resolution import ReadPlan
 
+BAND_PIXELS = 1 << 22
+"""Level pixels read at a time; 16 MiB as RGBA."""
+
 
 @dataclass(frozen=True, eq=False)
 class SampledTile:
@@ -33,6 +36,7 @@ class TileSampler:
 
         Raises:
             TileReadError: its pixels cannot be decoded.
+            UnreadableSlide, SourceUnavailable: see `SlideReader.read_region`.
         """
         left, top = col * self._grid.step[0] * self._scale[0], row * self._grid.step[1] * self._scale[1]
         side = self._grid.tile_px
@@ -49,11 +53,27 @@ class TileSampler:
         return SampledTile(resample(source, left - x0, top - y0, width, height, (side, side)), missing)
 
     def _read_reduced(self, x: int, y: int, width: int, height: int) -> tuple[NDArray[np.uint8], float]:
-        """A rectangle of the reduced level: composited pixels, and the share that is missing."""
-        r = self._plan.reduction
-        rgba = self._reader.read_region(self._plan.level, x * r, y * r, width * r, height * r)
-        missing = float(np.mean(rgba[..., 3] == 0))
-        return reduce_area(composite(rgba, self._reader.background), r), missing
+        """A rectangle of the reduced level: composited pixels, and the share that is missing.
+
+        Read in bands, so that a far too fine level costs time and not memory. Where a last reduced pixel reaches
+        beyond the level it is the mean of what there is.
+        """
+        r, level = self._plan.reduction, self._plan.level
+        right, bottom = self._reader.level_sizes[level]
+        band = max(1, BAND_PIXELS // (width * r * r))
+        reduced = np.empty((height, width, 3), np.uint8)
+        absent = seen = 0
+        for top in range(0, height, band):
+            rows = min(band, height - top)
+            w, h = min(width * r, right - x * r), min(rows * r, bottom - (y + top) * r)
+            rgba = self._reader.read_region(level, x * r, (y + top) * r, w, h)
+            rgb = composite(rgba, self._reader.background)
+            if (w, h) != (width * r, rows * r):
+                rgb = np.pad(rgb, ((0, rows * r - h), (0, width * r - w), (0, 0)), mode="edge")
+            reduced[top : top + rows] = reduce_area(rgb, r)
+            absent += int(np.count_nonzero(rgba[..., 3] == 0))
+            seen += w * h
+        return reduced, absent / seen
 
 
 def _span(start: float, length: float, margin: int, size: int) -> tuple[int, int]:

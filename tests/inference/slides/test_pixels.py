@@ -35,7 +35,7 @@ def _area_reference(
     image: NDArray[np.uint8], x: float, y: float, width: float, height: float, out: tuple[int, int]
 ) -> NDArray[np.float64]:
     rows, columns = _overlaps(y, height, out[0], image.shape[0]), _overlaps(x, width, out[1], image.shape[1])
-    return np.einsum("ry,yxc,kx->rkc", rows, image.astype(np.float64), columns)
+    return np.asarray(np.einsum("ry,yxc,kx->rkc", rows, image.astype(np.float64), columns))
 
 
 def _bilinear_reference(
