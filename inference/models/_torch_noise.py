@@ -1,11 +1,18 @@
-"""Importing this keeps torch's one misplaced warning out of every command's output."""
+"""Importing this keeps torch's misplaced warnings out of every command's output."""
 
 import logging
 
+_MISPLACED = (
+    # Said wherever a CUDA toolkit is installed without a GPU, also to those who run on the CPU on purpose.
+    "No CUDA runtime is found",
+    # Said where no C++ compiler is found to ask for its features; loading needs none, and manifests pin the version.
+    "Loading outdated pt2 file",
+)
+
 
 def _about_this_model(record: logging.LogRecord) -> bool:
-    # torch says it wherever a CUDA toolkit is installed without a GPU, also to those who run on the CPU on purpose.
-    return "No CUDA runtime is found" not in record.getMessage()
+    return not record.getMessage().startswith(_MISPLACED)
 
 
-logging.getLogger("torch.utils.cpp_extension").addFilter(_about_this_model)
+for _name in ("torch.utils.cpp_extension", "torch._inductor.package.package"):
+    logging.getLogger(_name).addFilter(_about_this_model)

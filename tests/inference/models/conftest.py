@@ -1,7 +1,7 @@
 """A model small enough to export in a second, in the portable form so that no compiler is needed."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -57,10 +57,11 @@ def export_tiny(no_compiler: None, tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def _tiny_original(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def _tiny_original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # For the export alone: a yield in here would take the compiler from the whole session.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CXX", "")
-        yield export_model(TinyNet(), tiny_spec(), tmp_path_factory.mktemp("tiny"), source_sha256=SOURCE)
+        return export_model(TinyNet(), tiny_spec(), tmp_path_factory.mktemp("tiny"), source_sha256=SOURCE)
 
 
 @pytest.fixture
