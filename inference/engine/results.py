@@ -17,22 +17,15 @@ from pydantic import JsonValue
 from inference.errors import InferenceError
 from inference.models.sample import TileOutput
 from inference.models.spec import ModelSpec
-from inference.store.tables import SHARD, VECTOR, TableWriter, vectors
+from inference.store.tables import SHARD, TILE_KEYS, VECTOR, TableWriter, vectors
 
 TileStage = Literal["read", "prepare", "forward", "output"]
 TileKeys = tuple[int, int, int, int]
 """Row, column, x, y."""
 
-_KEYS = [
-    pa.field("row", pa.int32(), nullable=False),
-    pa.field("col", pa.int32(), nullable=False),
-    pa.field("x", pa.int64(), nullable=False),
-    pa.field("y", pa.int64(), nullable=False),
-]
-
 FAILURES_SCHEMA = pa.schema(
     [
-        *_KEYS,
+        *TILE_KEYS,
         pa.field("stage", pa.string(), nullable=False),
         pa.field("code", pa.string(), nullable=False),
         pa.field("message", pa.string(), nullable=False),
@@ -79,7 +72,7 @@ class ResultTables:
         self._heads: dict[str, tuple[TableWriter, int]] = {}
         for output in spec.outputs:
             column = pa.field(output.name, VECTOR)
-            schema = pa.schema([*_KEYS, pa.field("status", pa.string(), nullable=False), column])
+            schema = pa.schema([*TILE_KEYS, pa.field("status", pa.string(), nullable=False), column])
             about: dict[str, JsonValue] = {"length": output.shape[0]}
             if output.components:
                 about["components"] = list(output.components)

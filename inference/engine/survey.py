@@ -20,14 +20,11 @@ from inference.slides.overview import Overview, read_overview
 from inference.slides.tissue import METHOD, Coverage, coverage, tissue_mask
 from inference.store.files import canonical_json, write_atomic
 from inference.store.manifest import Counts
-from inference.store.tables import SHARD, TableWriter, read_table
+from inference.store.tables import SHARD, TILE_KEYS, TableWriter, read_table
 
 TILES_SCHEMA = pa.schema(
     [
-        pa.field("row", pa.int32(), nullable=False),
-        pa.field("col", pa.int32(), nullable=False),
-        pa.field("x", pa.int64(), nullable=False),
-        pa.field("y", pa.int64(), nullable=False),
+        *TILE_KEYS,
         pa.field("tissue_fraction", pa.float32(), nullable=False),
         pa.field("missing_fraction", pa.float32(), nullable=False),
     ]

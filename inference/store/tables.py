@@ -95,6 +95,14 @@ def _metadata(path: Path, file: pq.ParquetFile) -> dict[str, JsonValue]:
     return metadata
 
 
+TILE_KEYS = (
+    pa.field("row", pa.int32(), nullable=False),
+    pa.field("col", pa.int32(), nullable=False),
+    pa.field("x", pa.int64(), nullable=False),
+    pa.field("y", pa.int64(), nullable=False),
+)
+"""What names a tile, in every table that has tiles: grid row and column, level-0 pixel of its top-left corner."""
+
 VECTOR = pa.list_(pa.float32())
 """Type of a column of vectors.
 
