@@ -4,14 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
 
-SLIDES ?=
-MPP ?=
-MODEL ?=
-DEMO = $(BIN)/python -m pipelines.demo --slides '$(SLIDES)' --mpp '$(MPP)' --model '$(MODEL)'
+# Read from the environment by the commands, so that no quoting is needed.
+export SLIDES MPP MODEL PORT
 
-.PHONY: setup demo ui test test-all lint format lock clean
+.PHONY: help setup demo ui test test-all lint format lock clean
 
-setup: $(VENV)/.installed
+help: ## this list
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+setup: $(VENV)/.installed ## the environment, from the lock file
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "needs $(PYTHON); set PYTHON=... to use another 3.11 or 3.12"; exit 1; }
@@ -21,11 +22,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 demo: setup ## the whole pipeline on the demo cohort, or on SLIDES=... [MPP=...] [MODEL=...]
-	@$(DEMO)
+	@$(BIN)/python -m pipelines.demo
 
-ui: setup ## the Dagster UI on the demo, or on SLIDES=...
-	@$(DEMO) --prepare-only
-	@$(BIN)/python -m pipelines.demo.ui --slides '$(SLIDES)' --mpp '$(MPP)' --model '$(MODEL)'
+ui: setup ## the Dagster UI on the demo, or on SLIDES=... [PORT=...]
+	@$(BIN)/python -m pipelines.demo --prepare-only
+	@$(BIN)/python -m pipelines.demo.ui
 
 test: setup ## all tests but the slow ones
 	$(BIN)/python -m pytest -m 'not slow and not gpu'
@@ -39,12 +40,12 @@ lint: setup ## style, types, direction of imports
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-format: setup
+format: setup ## mend what can be mended
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 lock: ## resolve every extra anew into constraints.txt
 	$(PYTHON) .ci/lock.py
 
-clean:
+clean: ## remove everything made here
 	rm -rf out $(VENV)

@@ -5,6 +5,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +23,7 @@ from rich.progress import (
 from rich.text import Text
 
 from inference.engine.chain import Chain, SlideOutcome, SlideStatus
+from inference.engine.inventory import write_inventory
 from inference.engine.report import write_cohort_report
 from inference.engine.run import find_slides
 from inference.engine.settings import Settings, Stage
@@ -47,8 +49,18 @@ _out = Console(soft_wrap=True, highlight=False)
 _err = Console(stderr=True, soft_wrap=True, highlight=False)
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        _out.print(version("slide-inference"))
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
+def _root(
+    _wanted: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
     """Slide-scale inference for computational pathology."""
 
 
@@ -61,6 +73,7 @@ def run(
     allow_upsampling: Annotated[
         bool, typer.Option("--allow-upsampling", help="Also run slides coarser than the model needs.")
     ] = False,
+    min_tissue: Annotated[float, typer.Option(help="Share of a tile that must be tissue, 0 to 1.")] = 0.01,
     batch_size: Annotated[int, typer.Option(help="Tiles per forward pass.")] = 64,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")] = "cpu",
     root: Annotated[Path | None, typer.Option(help="Folder that slide keys are relative to.")] = None,
@@ -70,11 +83,14 @@ def run(
     Exit code 0 if all went well (failed tiles within the budget included), 1 if a slide failed, 2 for bad usage.
     """
     # Settings, slides and model are looked at before anything is created.
-    settings = Settings(mpp=mpp, allow_upsampling=allow_upsampling, batch_size=batch_size, device=device)
+    settings = Settings(
+        mpp=mpp, allow_upsampling=allow_upsampling, min_tissue=min_tissue, batch_size=batch_size, device=device
+    )
     inventory = find_slides(slides, root=root, secret=os.environ.get("SLIDE_KEY_SECRET"))
     checkpoint = resolve_model(model)
     counts: Counter[SlideStatus] = Counter()
     with Chain(_open_store(out), [checkpoint], settings) as chain:
+        write_inventory(chain.store, inventory.slides, keep=True)
         try:
             for outcome in _run_all(chain, inventory):
                 counts[outcome.status] += 1
@@ -82,7 +98,7 @@ def run(
             _complain(f"stopped after {counts.total()} of {len(inventory.slides)} slides: {error.message}")
             raise typer.Exit(FAILED) from error
         report = out / "report.html"
-        write_cohort_report(report, out.resolve().name, chain, inventory.slides)
+        write_cohort_report(report, "Slide report", chain, inventory.slides)
     _summarise(counts, inventory, report)
     raise typer.Exit(FAILED if counts["failed"] else OK)
 
@@ -136,7 +152,7 @@ def _labelled(label: str, text: str, style: str = "") -> Text:
 def _about(outcome: SlideOutcome) -> str:
     """What became of a slide and why, without its name."""
     if outcome.error is not None:
-        return outcome.error.message.removeprefix(f"{outcome.ref.name}: ")
+        return f"{outcome.error.code}: {outcome.error.message.removeprefix(f'{outcome.ref.name}: ')}"
     predicted = next((r for r in outcome.results if r.stage == "predict"), None)
     counts = predicted.manifest.counts if predicted else None
     if predicted and predicted.manifest.reason:

@@ -109,7 +109,7 @@ def _failure(failed: list[FailedSlide], of: int) -> dg.Failure:
 def _tell(context: dg.AssetExecutionContext, outcome: SlideOutcome) -> None:
     if outcome.error is not None:
         reason = outcome.error.message.removeprefix(f"{outcome.ref.name}: ")
-        context.log.error("%s: failed: %s", outcome.ref.key, reason)
+        context.log.error("%s: failed: %s: %s", outcome.ref.key, outcome.error.code, reason)
     elif outcome.reused:
         context.log.info("%s: already done", outcome.ref.key)
     else:

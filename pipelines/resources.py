@@ -77,7 +77,8 @@ class SlideInference(dg.ConfigurableResource["SlideInference"]):
         source = self.source or os.environ.get("SLIDE_SOURCE") or ""
         if not source:
             raise ConfigError("no source of slides: set SLIDE_SOURCE to a folder, slide, glob or cohort file")
-        inventory = find_slides(source.split(os.pathsep), secret=os.environ.get("SLIDE_KEY_SECRET"))
+        sources = [source] if Path(source).exists() else source.split(os.pathsep)
+        inventory = find_slides(sources, secret=os.environ.get("SLIDE_KEY_SECRET"))
         write_inventory(self.opened_store, inventory.slides)
         return inventory
 

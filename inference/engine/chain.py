@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 SlideStatus = Literal["ok", "ok with failures", "empty", "failed"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SlideOutcome:
     """What became of one slide: the results that are in the store, and the error that ended it, if one did."""
 
@@ -45,6 +45,11 @@ class SlideOutcome:
     def reused(self) -> bool:
         """Everything asked for was in the store already."""
         return self.error is None and all(result.reused for result in self.results)
+
+    def __repr__(self) -> str:
+        what = [f"{self.ref.name}: {self.error.message if self.error else self.status}"]
+        what += [f"  {result.stage:<11}{result.folder}" for result in self.results]
+        return "\n".join(what)
 
 
 class Chain:

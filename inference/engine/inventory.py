@@ -30,9 +30,15 @@ _SCHEMA = pa.schema(
 )
 
 
-def write_inventory(store: Store, slides: Sequence[SlideRef]) -> Path:
-    """Replace the store's table of slides; readable by its owner alone, since it names files."""
+def write_inventory(store: Store, slides: Sequence[SlideRef], *, keep: bool = False) -> Path:
+    """Replace the store's table of slides; readable by its owner alone, since it names files.
+
+    With `keep`, slides of earlier runs stay in it, after these.
+    """
     path = store.root / FILE
+    if keep and path.is_file():
+        now = {ref.key for ref in slides}
+        slides = [*slides, *(ref for key, ref in read_inventory(store).items() if key not in now)]
     rows = [
         {
             "slide_key": ref.key,

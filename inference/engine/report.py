@@ -56,11 +56,23 @@ def _slide(chain: Chain, ref: SlideRef, at: Addresses, spec: ModelSpec) -> Slide
         tiles_per_s=_timing(predict, "tiles_per_s"),  # type: ignore[arg-type]
         bound_by=_timing(predict, "bound_by"),  # type: ignore[arg-type]
         failures=_failed_tiles(predict, failure),
-        prediction=prediction.summary["outputs"] if prediction else {},  # type: ignore[arg-type]
+        prediction=_statistics(prediction) if prediction else {},
         overlay=store.path(heatmaps[0]) / "overlay.png" if heatmaps else None,
         files=_files(chain, at, heatmaps),
-        digests={"predict": at.predict.digest[:12], "tiles": at.tiles.digest[:12]},
+        digests={"recipe of predictions": at.predict.digest[:12], "of tiles": at.tiles.digest[:12]} if predict else {},
     )
+
+
+def _statistics(prediction: Manifest) -> dict[str, dict[str, float]]:
+    """Statistics by output, called what they are: with the number of tiles and the threshold."""
+    outputs, k, threshold = (prediction.summary[name] for name in ("outputs", "top_k", "threshold"))
+    assert isinstance(outputs, dict), "statistics by output"
+    names = {"top_k_mean": f"top-{k} mean", "fraction_above": f"share > {threshold:g}"}
+    return {
+        output: {names.get(name, name): float(str(value)) for name, value in found.items()}
+        for output, found in outputs.items()
+        if isinstance(found, dict)
+    }
 
 
 def _read(store: Store, address: Address) -> Manifest | None:
@@ -72,7 +84,7 @@ def _read(store: Store, address: Address) -> Manifest | None:
 
 def _reason(failure: FailureRecord | None, predict: Manifest | None) -> str | None:
     if failure is not None:
-        return failure.message
+        return f"{failure.code}: {failure.message}"
     if predict is None:
         return "not run yet with these settings"
     return predict.reason

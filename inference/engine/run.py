@@ -1,6 +1,7 @@
 """The whole job from Python: one slide, or everything under some paths."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from inference.engine.chain import Chain, SlideOutcome
@@ -17,10 +18,14 @@ def run_slide(
     model: str,
     out: str | Path,
     *,
+    mpp: float | None = None,
     settings: Settings | None = None,
     progress: Progress | None = None,
 ) -> SlideOutcome:
     """Run one slide through every stage of one model; results lie in the store `out`.
+
+    Args:
+        mpp: level-0 µm/px, used if the slide states none; the same as `Settings.mpp`.
 
     Raises:
         ConfigError: the path names no slide, or more than one.
@@ -30,7 +35,10 @@ def run_slide(
     slides = discover([path]).slides
     if len(slides) != 1:
         raise ConfigError(f"{path} names {len(slides)} slides: run_slide takes one")
-    with Chain(Store(out), [resolve_model(model)], settings or Settings()) as chain:
+    chosen = settings or Settings()
+    if mpp is not None:
+        chosen = replace(chosen, mpp=mpp)
+    with Chain(Store(out), [resolve_model(model)], chosen) as chain:
         outcome = chain.run_slide(slides[0], progress=progress)
     if outcome.error is not None:
         raise outcome.error

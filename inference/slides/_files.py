@@ -143,6 +143,9 @@ class GlobPattern:
 
 EVERYTHING = GlobPattern(("**",))
 
+OWN_HEATMAPS = {"heatmap.tif", "heatmap.ome.tif"}
+"""A folder that holds both is a result of this library."""
+
 
 def list_files(
     folder: Path, *, boundary: Path, pattern: GlobPattern = EVERYTHING, recursive: bool = True
@@ -160,7 +163,10 @@ def list_files(
     todo = [(folder, pattern.start())]
     while todo:
         current, state = todo.pop()
-        for entry in _entries(current, current == folder, skipped):
+        entries = _entries(current, current == folder, skipped)
+        if {entry.name for entry in entries} >= OWN_HEATMAPS:
+            continue  # results that lie among the slides are none
+        for entry in entries:
             after = pattern.step(state, entry.name)
             if entry.name.startswith(".") or not after:
                 continue

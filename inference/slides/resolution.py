@@ -85,7 +85,8 @@ def resolve_mpp(
     power = objective_power or 0.0
     hint = f"; its objective of {power:g}x suggests about {10 / power:.3g}" if power and plausible(10 / power) else ""
     raise UnknownResolution(
-        f"{name}: the slide {says}: give its level-0 µm/px with --mpp X or in a cohort file's mpp column{hint}"
+        f"{name}: the slide {says}: give its level-0 µm/px with --mpp X (make: MPP=X) or in a cohort file's mpp "
+        f"column{hint}"
     )
 
 

@@ -17,7 +17,14 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, JsonValue
 
 from inference.errors import PartitionBusy, StoreError
-from inference.store.files import publish_folder, remove_tree, retired_path, store_errors, sync_file, write_atomic
+from inference.store.files import (
+    publish_folder,
+    remove_tree,
+    retired_path,
+    store_errors,
+    sync_file,
+    write_atomic,
+)
 from inference.store.manifest import MANIFEST, Manifest, read_manifest, recipe_digest, record_files
 
 STAGES = ("info", "tiles", "predict", "slide", "heatmap")

@@ -2,10 +2,10 @@
 
 import logging
 import os
-import re
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -15,25 +15,27 @@ from rich.console import Console
 
 from inference.engine.inventory import read_inventory
 from inference.engine.run import find_slides
-from inference.errors import CallerError, InferenceError, SourceUnavailable
+from inference.engine.settings import Settings
+from inference.errors import CallerError, ConfigError, InferenceError, SourceUnavailable
 from inference.models.registry import registered_models
 from inference.store.store import Store
 from pipelines.demo.cohort import write_demo_cohort
 from pipelines.demo.console import plain_console
-from pipelines.demo.layout import Layout
+from pipelines.demo.layout import Layout, run_folder
 from pipelines.partitions import DEFAULT_SET, contiguous_chunks, range_tags
 
 _out = Console(soft_wrap=True, highlight=False)
 
+# From the environment too, so that no shell has to quote what make hands on.
+Slides = Annotated[str, typer.Option(envvar="SLIDES", help="Slide, folder, glob or cohort file; else the demo cohort.")]
+Mpp = Annotated[str, typer.Option(envvar="MPP", help="Level-0 µm/px for slides that do not state it.")]
+Model = Annotated[str, typer.Option(envvar="MODEL", help="A .pt2 checkpoint or a model file (YAML).")]
+Out = Annotated[Path, typer.Option(help="Folder that runs are kept in.")]
+PrepareOnly = Annotated[bool, typer.Option(help="Write slides and settings, run nothing.")]
+
 
 def main(
-    slides: Annotated[str, typer.Option(help="Slide, folder, glob or cohort file; the demo cohort if empty.")] = "",
-    mpp: Annotated[str, typer.Option(help="Level-0 µm/px for slides that do not state it.")] = "",
-    model: Annotated[
-        str, typer.Option(help="A .pt2 checkpoint or a model file (YAML); the pipeline's own if empty.")
-    ] = "",
-    out: Annotated[Path, typer.Option(help="Folder that runs are kept in.")] = Path("out"),
-    prepare_only: Annotated[bool, typer.Option(help="Write slides and settings, run nothing.")] = False,
+    slides: Slides = "", mpp: Mpp = "", model: Model = "", out: Out = Path("out"), prepare_only: PrepareOnly = False
 ) -> None:
     """Run discovery, every stage for every slide, and the report; exit 1 if a slide failed, 2 on bad usage."""
     layout = layout_of(slides, mpp, model, out.absolute())
@@ -49,26 +51,25 @@ def main(
 
 
 def layout_of(slides: str, mpp: str, model: str, out: Path) -> Layout:
-    """Where a run of these arguments keeps its things.
+    """Where a run of these arguments keeps its things; every argument is checked before anything is made.
 
     Raises:
-        typer.BadParameter: an argument that cannot be used.
+        ConfigError: an argument that cannot be used.
     """
     if model and not Path(model).exists() and model not in registered_models():
-        raise typer.BadParameter(f"no such file, and not one of {', '.join(registered_models())}", param_hint="MODEL")
+        raise ConfigError(f"MODEL: no file {model}, and not one of {', '.join(registered_models())}")
     try:
-        level0 = float(mpp) if mpp else None
-    except ValueError:
-        raise typer.BadParameter(f"{mpp!r} is not a number", param_hint="MPP") from None
-    # One cache for all runs: exporting a model takes a minute.
+        level0 = Settings(mpp=float(mpp)).mpp if mpp else None
+    except ValueError as error:
+        raise ConfigError(f"MPP: {error}") from None
+    # One cache for all runs: exporting a model takes a while.
     os.environ.setdefault("SLIDE_MODEL_CACHE", str(out / "demo" / "models"))
     if not slides:
         return Layout(out / "demo", mpp=level0, model=model or None)
-    source = Path(slides).absolute()
+    source, secret = Path(slides).absolute(), os.environ.get("SLIDE_KEY_SECRET")
     # Said now, in one line, rather than by a failed run.
-    find_slides([source], secret=os.environ.get("SLIDE_KEY_SECRET"))
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", source.stem if source.is_file() else source.name).strip("-.")
-    return Layout(out / "runs" / (name or "slides"), source, level0, model or None)
+    find_slides([source], secret=secret)
+    return Layout(run_folder(out / "runs", source, secret), source, level0, model or None)
 
 
 def _run(layout: Layout) -> int:
@@ -76,6 +77,7 @@ def _run(layout: Layout) -> int:
     from pipelines.definitions import BATCH, INVENTORY_JOB, REPORT_JOB, SLIDES_JOB, build_definitions
 
     definitions, clock = build_definitions(loggers={"plain": plain_console}), time.monotonic()
+    problems: list[str] = []
     with dg.DagsterInstance.get() as instance:
 
         def execute(job: str, tags: dict[str, str] | None = None) -> bool:
@@ -84,31 +86,51 @@ def _run(layout: Layout) -> int:
             result = definition.execute_in_process(
                 instance=instance, tags=tags, run_config=config, raise_on_error=False
             )
+            problems.extend(_cause(event) for event in result.all_events if event.is_step_failure)
             return result.success
 
         if not execute(INVENTORY_JOB):
-            raise SourceUnavailable("discovery failed: the run's log in Dagster says why")
+            raise SourceUnavailable(f"discovery failed: {problems[-1]}")
         store = Store(layout.store)
         wanted = read_inventory(store)
-        keys = instance.get_dynamic_partitions(DEFAULT_SET)
-        stopped = [
-            chunk for chunk in contiguous_chunks(keys, wanted, BATCH) if not execute(SLIDES_JOB, range_tags(chunk))
-        ]
+        chunks = contiguous_chunks(instance.get_dynamic_partitions(DEFAULT_SET), wanted, BATCH)
+        ends = [execute(SLIDES_JOB, range_tags(chunk)) for chunk in chunks]
+        complete = all(ends)
+        failed = [key for key in wanted if store.failure(key)]
+        if not complete and not failed:
+            # Not a slide's fault, so no slide's line has said it.
+            _complain(problems[-1])
         reported = execute(REPORT_JOB)
-    failed = [failure for key in wanted if (failure := store.failure(key))]
-    _out.print(f"{len(wanted)} slides, {len(failed)} failed, {time.monotonic() - clock:.0f} s", markup=False)
+    seconds = time.monotonic() - clock
+    _out.print(f"{len(wanted)} slide{'s' * (len(wanted) != 1)}, {len(failed)} failed, {seconds:.0f} s", markup=False)
     if reported:
         _out.print(f"report   {layout.report}", markup=False)
         _out.print(f"heatmaps {layout.store / 'heatmap'}", markup=False)
-    return max(len(failed), len(stopped), int(not reported))
+    return max(len(failed), int(not complete), int(not reported))
+
+
+def _cause(event: dg.DagsterEvent) -> str:
+    """What is at the bottom of Dagster's wrapping of a failed step, in one line."""
+    error = event.step_failure_data.error
+    while error is not None and error.cause is not None:
+        error = error.cause
+    return " ".join(error.message.split()) if error is not None else "a step failed"
+
+
+def _complain(message: str) -> None:
+    Console(stderr=True, soft_wrap=True, highlight=False).print(message, markup=False, style="bold red")
+
+
+def run_and_explain(command: Callable[..., None]) -> None:
+    """Run a command; an error of ours becomes one line and an exit code."""
+    warnings.filterwarnings("ignore", category=dg.BetaWarning)
+    logging.getLogger("tifffile").setLevel(logging.ERROR)
+    try:
+        typer.run(command)
+    except InferenceError as error:
+        _complain(f"error: {error.message}")
+        sys.exit(2 if isinstance(error, CallerError) else 1)
 
 
 if __name__ == "__main__":
-    warnings.filterwarnings("ignore", category=dg.BetaWarning)
-    logging.getLogger("tifffile").setLevel(logging.ERROR)
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    try:
-        typer.run(main)
-    except InferenceError as error:
-        Console(stderr=True, soft_wrap=True).print(f"error: {error.message}", markup=False, style="bold red")
-        sys.exit(2 if isinstance(error, CallerError) else 1)
+    run_and_explain(main)

@@ -1,8 +1,12 @@
 """Where a headless run keeps its things, and the environment that points Dagster there."""
 
+import hashlib
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
+
+from inference.slides.keys import hidden_key
 
 DAGSTER_YAML = """\
 # No telemetry, and no welcome dialog in the UI.
@@ -11,6 +15,9 @@ telemetry:
 nux:
   enabled: false
 """
+
+SOURCE_DIGEST = ".source"
+"""In a run's folder: which source it belongs to, as a digest, since its name may be secret."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,25 @@ class Layout:
         """Create the folders, keep Dagster's telemetry off, and export the environment to this process."""
         home = self.out / "dagster"
         home.mkdir(parents=True, exist_ok=True)
+        if self.source is not None:
+            (self.out / SOURCE_DIGEST).write_text(_digest(self.source), encoding="utf-8")
         if not (home / "dagster.yaml").exists():
             (home / "dagster.yaml").write_text(DAGSTER_YAML, encoding="utf-8")
         os.environ.update(self.environment())
         os.environ.setdefault("SLIDE_MODEL_CACHE", str(self.out / "models"))
+
+
+def run_folder(runs: Path, source: Path, secret: str | None) -> Path:
+    """The folder of a source's runs: called as the source is, unless that is secret or taken by another source."""
+    name = source.stem if source.is_file() else source.name
+    if secret is not None:
+        return runs / hidden_key(str(source), secret)
+    folder = runs / (re.sub(r"[^\w.-]+", "-", name).strip("-.") or "slides")
+    marked = folder / SOURCE_DIGEST
+    if marked.is_file() and marked.read_text(encoding="utf-8") != _digest(source):
+        return folder.with_name(f"{folder.name}-{_digest(source)[:8]}")
+    return folder
+
+
+def _digest(source: Path) -> str:
+    return hashlib.sha256(os.fsencode(source)).hexdigest()

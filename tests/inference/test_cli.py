@@ -108,10 +108,10 @@ def test_every_slide_gets_one_line_that_begins_with_what_became_of_it_and_a_fail
     assert good.startswith("ok                a good one.svs  4 of 4 tiles, ")
     assert glass == "empty             glass.svs       no tiles: no tissue was found"
     assert no_mpp == (
-        "failed            no-mpp.svs      the slide says nothing of its resolution: give its level-0 µm/px with "
-        "--mpp X or in a cohort file's mpp column"
+        "failed            no-mpp.svs      unknown_resolution: the slide says nothing of its resolution: give its "
+        "level-0 µm/px with --mpp X (make: MPP=X) or in a cohort file's mpp column"
     )
-    assert page.startswith("failed            page.svs        not a slide but a web page")
+    assert page.startswith("failed            page.svs        unreadable_slide: not a slide but a web page")
     assert link == "skipped           link.svs        a link whose target does not exist"
     assert ended.out.splitlines()[0] == "4 slides: 1 ok, 1 empty, 2 failed"
 
@@ -273,6 +273,9 @@ def test_under_a_secret_no_file_and_no_line_tells_a_slides_name(cli: Cli) -> Non
     assert len(re.findall(r"\bs-[0-9a-f]{24}\b", ended.err)) == 4
     told = [(Path("output"), ended.out + ended.err), *every_byte_written(cli.out)]
     assert len(told) > 60
+    # The one file that says which slide a key is, for its owner alone.
+    assert (cli.out / "cohort.parquet").stat().st_mode & 0o777 == 0o600
+    told = [(path, text) for path, text in told if path.name != "cohort.parquet"]
     for path, text in told:
         assert "ACC-00" not in text, path
         assert "WARD-NINE" not in text, path

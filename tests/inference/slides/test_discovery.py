@@ -517,3 +517,12 @@ def test_the_shared_folders_hold_the_slides_that_their_readme_lists(shared_data:
     assert len(result.slides) == count
     assert result.skipped == ()
     assert _paths(result) == sorted(_paths(result))
+
+
+def test_results_that_lie_among_the_slides_are_not_taken_for_slides(tmp_path: Path) -> None:
+    (tmp_path / "a.svs").touch()
+    result = tmp_path / "out" / "heatmap" / "demo@0123456789ab" / "a-svs-01234567"
+    result.mkdir(parents=True)
+    for name in ("heatmap.tif", "heatmap.ome.tif", "overlay.png"):
+        (result / name).touch()
+    assert [ref.relpath for ref in discover([tmp_path]).slides] == ["a.svs"]
