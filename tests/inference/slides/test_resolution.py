@@ -42,7 +42,7 @@ def test_a_cohort_file_replaces_what_the_slide_says_and_what_fills_in() -> None:
 @pytest.mark.parametrize("stated", [None, *[(value, value) for value in ABSURD], (0.25, 0.0), (math.nan, 0.25)])
 def test_the_fallback_counts_only_where_the_slide_has_no_usable_resolution(stated: tuple[float, float] | None) -> None:
     assert resolve_mpp("S1", stated, None, fallback_mpp=0.5) == SlideResolution((0.5, 0.5), "--mpp")
-    with pytest.raises(UnknownResolution, match=r"--mpp X or in a cohort file's mpp column$") as raised:
+    with pytest.raises(UnknownResolution, match=r"--mpp X \(make: MPP=X\) or in a cohort file's mpp column$") as raised:
         resolve_mpp("S1", stated, None)
     assert raised.value.code == "unknown_resolution"
     assert not raised.value.retryable
