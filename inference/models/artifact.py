@@ -156,7 +156,7 @@ def _check_machine(name: str, manifest: ArtifactManifest, device: str) -> None:
     if manifest.arch != platform.machine():
         raise ArtifactRefused(f"{name} is compiled for {manifest.arch}, this machine is {platform.machine()}; {remedy}")
     if manifest.device != device.split(":")[0]:
-        raise ArtifactRefused(f"{name} is compiled for {manifest.device}, not {device}; {remedy}")
+        raise ArtifactRefused(f"{name} is compiled for {manifest.device}, not {device}; run it on {manifest.device}")
     if manifest.cpu_features and (missing := set(manifest.cpu_features) - set(cpu_features())):
         raise ArtifactRefused(
             f"{name} is compiled for a processor with {', '.join(sorted(missing))}, which this one lacks; {remedy}"
