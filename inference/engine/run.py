@@ -1,5 +1,6 @@
 """The whole job from Python: one slide, or everything under some paths."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +33,7 @@ def run_slide(
         UnknownModel: no such model.
         InferenceError: why the slide failed.
     """
-    slides = discover([path]).slides
+    slides = discover([path], secret=os.environ.get("SLIDE_KEY_SECRET")).slides
     if len(slides) != 1:
         raise ConfigError(f"{path} names {len(slides)} slides: run_slide takes one")
     chosen = settings or Settings()
