@@ -1,7 +1,6 @@
 """The command `slide-inference`: the whole job without Dagster."""
 
 import logging
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -86,7 +85,7 @@ def run(
     settings = Settings(
         mpp=mpp, allow_upsampling=allow_upsampling, min_tissue=min_tissue, batch_size=batch_size, device=device
     )
-    inventory = find_slides(slides, root=root, secret=os.environ.get("SLIDE_KEY_SECRET"))
+    inventory = find_slides(slides, root=root)
     checkpoint = resolve_model(model)
     counts: Counter[SlideStatus] = Counter()
     with Chain(_open_store(out), [checkpoint], settings) as chain:
@@ -194,8 +193,6 @@ def _complain(message: str) -> None:
 def main() -> None:
     """Entry point: errors become one line on stderr and an exit code."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    # It warns of a missing CUDA driver wherever the toolkit is installed, although nobody asked for a GPU.
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     try:
         app()
     except InferenceError as error:

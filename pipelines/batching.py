@@ -5,7 +5,7 @@ result that is in the store and then fails, naming the bad slides; a batch witho
 """
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import dagster as dg
@@ -61,38 +61,35 @@ def run_batch(
             if outcome.error is not None:
                 failed.append(FailedSlide(key, outcome.error))
     except Broken as error:
-        _log_committed(context, committed, assets_of)
+        for event in _events(committed, assets, assets_of):
+            context.log_event(event)
         raise dg.Failure(f"stopped, no slide is to blame: {error.message}", allow_retries=error.retryable) from error
     if failed:
-        _log_committed(context, committed, assets_of)
+        for event in _events(committed, assets, assets_of):
+            context.log_event(event)
         raise _failure(failed, len(context.partition_keys))
-    yield from _results(context, committed, assets, assets_of)
+    yield from _results(context, _events(committed, assets, assets_of), assets)
 
 
 def _results(
-    context: dg.AssetExecutionContext,
-    committed: list[tuple[str, StageResult]],
-    assets: Sequence[dg.AssetKey],
-    assets_of: AssetsOf,
+    context: dg.AssetExecutionContext, events: Iterable[dg.AssetMaterialization], assets: Sequence[dg.AssetKey]
 ) -> Iterator[dg.MaterializeResult[None]]:
     """One result per selected asset, each slide's own metadata on its partition."""
-    for key, result in committed:
-        metadata = stage_metadata(result)
-        for asset in assets_of(result):
-            if asset in assets:
-                context.add_asset_metadata(metadata, asset_key=asset, partition_key=key)
+    for event in events:
+        context.add_asset_metadata(event.metadata, asset_key=event.asset_key, partition_key=event.partition)
     for asset in assets:
         yield dg.MaterializeResult(asset_key=asset)
 
 
-def _log_committed(
-    context: dg.AssetExecutionContext, committed: list[tuple[str, StageResult]], assets_of: AssetsOf
-) -> None:
+def _events(
+    committed: list[tuple[str, StageResult]], assets: Sequence[dg.AssetKey], assets_of: AssetsOf
+) -> Iterator[dg.AssetMaterialization]:
+    """What the store holds of the selected assets, slide by slide."""
     for key, result in committed:
+        metadata = stage_metadata(result)
         for asset in assets_of(result):
-            if asset in context.selected_asset_keys:
-                event = dg.AssetMaterialization(asset_key=asset, partition=key, metadata=stage_metadata(result))
-                context.log_event(event)
+            if asset in assets:
+                yield dg.AssetMaterialization(asset_key=asset, partition=key, metadata=metadata)
 
 
 def _failure(failed: list[FailedSlide], of: int) -> dg.Failure:

@@ -2,7 +2,6 @@
 
 import base64
 import html
-from collections.abc import Mapping
 from pathlib import Path
 
 import dagster as dg
@@ -22,8 +21,6 @@ FAILED_TILES = dg.TableSchema(
         dg.TableColumn("message", "string"),
     ]
 )
-
-Metadata = Mapping[str, dg.MetadataValue]
 
 
 def stage_metadata(result: StageResult) -> dict[str, dg.MetadataValue]:

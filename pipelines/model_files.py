@@ -23,6 +23,11 @@ class _File(BaseModel):
     heatmaps: tuple[HeatmapSpec, ...] = ()
 
 
+def asset_name(name: str) -> str:
+    """A name as part of an asset key, where Dagster takes letters, digits and underscores only."""
+    return name.replace("-", "_").replace(".", "_")
+
+
 @dataclass(frozen=True)
 class PipelineModel:
     """A model as the asset graph needs it: what it is called and what it makes."""
@@ -33,11 +38,11 @@ class PipelineModel:
 
     @property
     def name(self) -> str:
-        return self.spec.model_name.replace("-", "_").replace(".", "_")
+        return asset_name(self.spec.model_name)
 
     @property
     def tiling(self) -> str:
-        return tiling_name(self.spec).replace("-", "_").replace(".", "_")
+        return asset_name(tiling_name(self.spec))
 
     def resolve(self) -> Checkpoint:
         """Its checkpoint; a model that exports itself does so now, if it never did."""

@@ -78,7 +78,7 @@ class SlideInference(dg.ConfigurableResource["SlideInference"]):
         if not source:
             raise ConfigError("no source of slides: set SLIDE_SOURCE to a folder, slide, glob or cohort file")
         sources = [source] if Path(source).exists() else source.split(os.pathsep)
-        inventory = find_slides(sources, secret=os.environ.get("SLIDE_KEY_SECRET"))
+        inventory = find_slides(sources)
         write_inventory(self.opened_store, inventory.slides)
         return inventory
 

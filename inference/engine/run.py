@@ -1,6 +1,5 @@
 """The whole job from Python: one slide, or everything under some paths."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from inference.engine.settings import Settings
 from inference.errors import ConfigError
 from inference.models.registry import resolve_model
 from inference.slides.discovery import Inventory, discover, printable
+from inference.slides.keys import key_secret
 from inference.store.store import Store
 
 
@@ -33,7 +33,7 @@ def run_slide(
         UnknownModel: no such model.
         InferenceError: why the slide failed.
     """
-    slides = discover([path], secret=os.environ.get("SLIDE_KEY_SECRET")).slides
+    slides = discover([path], secret=key_secret()).slides
     if len(slides) != 1:
         raise ConfigError(f"{path} names {len(slides)} slides: run_slide takes one")
     chosen = settings or Settings()
@@ -47,11 +47,12 @@ def run_slide(
 
 
 def find_slides(sources: Sequence[str | Path], *, root: Path | None = None, secret: str | None = None) -> Inventory:
-    """Everything under the sources, in order.
+    """Everything under the sources, in order; the secret is the environment's unless one is given.
 
     Raises:
         ConfigError: a source does not exist, or there is no slide at all.
     """
+    secret = key_secret() if secret is None else secret
     inventory = discover(sources, root=root, secret=secret)
     if not inventory.slides:
         hidden = secret is not None

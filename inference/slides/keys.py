@@ -2,6 +2,7 @@
 
 import hashlib
 import hmac
+import os
 import re
 
 from inference.errors import ConfigError
@@ -31,6 +32,11 @@ def slide_key(root_label: str, relpath: str, *, secret: str | None = None) -> st
     # Underscores go too: a key must not start with one.
     slug = _OUTSIDE_SLUG.sub("-", relpath).strip("-_") or "slide"
     return f"{slug[:_SLUG_CHARS]}-{hashlib.sha256(_on_disk(name)).hexdigest()[:_HASH_CHARS]}"
+
+
+def key_secret() -> str | None:
+    """The secret under which keys reveal nothing, from `SLIDE_KEY_SECRET`; None where keys are plain."""
+    return os.environ.get("SLIDE_KEY_SECRET")
 
 
 def hidden_key(text: str, secret: str) -> str:

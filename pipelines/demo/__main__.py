@@ -18,6 +18,7 @@ from inference.engine.run import find_slides
 from inference.engine.settings import Settings
 from inference.errors import CallerError, ConfigError, InferenceError, SourceUnavailable
 from inference.models.registry import registered_models
+from inference.slides.keys import key_secret
 from inference.store.store import Store
 from pipelines.demo.cohort import write_demo_cohort
 from pipelines.demo.console import plain_console
@@ -66,10 +67,10 @@ def layout_of(slides: str, mpp: str, model: str, out: Path) -> Layout:
     os.environ.setdefault("SLIDE_MODEL_CACHE", str(out / "demo" / "models"))
     if not slides:
         return Layout(out / "demo", mpp=level0, model=model or None)
-    source, secret = Path(slides).absolute(), os.environ.get("SLIDE_KEY_SECRET")
+    source = Path(slides).absolute()
     # Said now, in one line, rather than by a failed run.
-    find_slides([source], secret=secret)
-    return Layout(run_folder(out / "runs", source, secret), source, level0, model or None)
+    find_slides([source])
+    return Layout(run_folder(out / "runs", source, key_secret()), source, level0, model or None)
 
 
 def _run(layout: Layout) -> int:

@@ -7,7 +7,7 @@ import dagster as dg
 from inference.engine.job import StageResult
 from inference.engine.settings import Stage
 from pipelines.batching import run_batch
-from pipelines.model_files import PipelineModel
+from pipelines.model_files import PipelineModel, asset_name
 from pipelines.resources import SlideInference
 
 SLIDE_INFO = "slide_info"
@@ -85,7 +85,6 @@ class _assets_of:  # noqa: N801 - a function with its models bound
 
     def __init__(self, models: Sequence[PipelineModel], prefix: Sequence[str]) -> None:
         self._models = {model.spec.model_name: model for model in models}
-        self._tilings = {model.tiling for model in models}
         self._prefix = tuple(prefix)
 
     def __call__(self, result: StageResult) -> list[dg.AssetKey]:
@@ -93,7 +92,7 @@ class _assets_of:  # noqa: N801 - a function with its models bound
         if result.model is not None:
             owner = [self._models[result.model].name]
         elif result.stage == "tiles":
-            owner = [result.manifest.name.replace("-", "_").replace(".", "_")]
+            owner = [asset_name(result.manifest.name)]
         else:
             owner = []
         return [dg.AssetKey([*self._prefix, *owner, name]) for name in names]
