@@ -28,6 +28,7 @@
         ├── StoreError
         │   ├── StoreFull
         │   └── DamagedResult
+        │       └── WithdrawnResult        it was found damaged, and counts as absent now
         └── SourceUnavailable
 
 Each class carries a stable `code` (for tables, JSON and logs) and says whether the same call may
@@ -231,6 +232,13 @@ class DamagedResult(StoreError):
 
     code = "damaged_result"
     retryable = False
+
+
+class WithdrawnResult(DamagedResult):
+    """A result whose bytes are not those that were written; it counts as absent now, so the next run computes it."""
+
+    code = "withdrawn_result"
+    retryable = True
 
 
 class SourceUnavailable(Broken):

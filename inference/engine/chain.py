@@ -15,7 +15,7 @@ from inference.engine.recipes import Addresses
 from inference.engine.settings import STAGES, Settings, Stage
 from inference.engine.summarise import draw_heatmap, pool_features, summarise_predictions
 from inference.engine.survey import plan_tiles, survey_slide
-from inference.errors import Broken, DamagedResult, InferenceError, Overloaded
+from inference.errors import Broken, DamagedResult, InferenceError, Overloaded, WithdrawnResult
 from inference.models.registry import Checkpoint
 from inference.models.spec import HeatmapSpec, ModelSpec
 from inference.slides.discovery import SlideRef
@@ -92,7 +92,7 @@ class Chain:
         results: list[StageResult] = []
         try:
             with SlideJob(ref, self.store, self.settings, progress or _silent) as job:
-                results.extend(step() for step in self._steps(job, stages))  # keeps what is done when one raises
+                self._run_steps(job, stages, results)
         except DamagedResult as error:
             return self._failed(ref, results, error)
         except Broken:
@@ -134,6 +134,23 @@ class Chain:
                 if step.stage in stages and step.folder not in seen:
                     seen.add(step.folder)
                     yield step.run
+
+    def _run_steps(self, job: SlideJob, stages: Collection[Stage], results: list[StageResult]) -> None:
+        """Every step in turn into `results`, which keeps what is done when one raises.
+
+        Where a stored result turned out to be damaged, it is computed again, and what is made from it goes on.
+        """
+        steps = list(self._steps(job, stages))
+        for left in reversed(range(len(steps) + 1)):
+            results.clear()
+            try:
+                results.extend(step() for step in steps)
+            except WithdrawnResult as error:
+                if not left:  # what was just written is damaged again
+                    raise
+                log.warning("%s", error.message)
+            else:
+                return
 
     def _failed(self, ref: SlideRef, results: list[StageResult], error: InferenceError) -> SlideOutcome:
         if isinstance(error, Overloaded):  # another process is at it, or this one is closing: nothing about the slide

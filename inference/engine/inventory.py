@@ -1,5 +1,6 @@
 """Which slide a key means: the look-up table of a store, `cohort.parquet`."""
 
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,12 +9,16 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from inference.errors import ConfigError
+from inference.errors import ConfigError, StoreError
 from inference.slides.discovery import SlideRef, printable
+from inference.slides.identity import SlideIdentity, slide_identity
 from inference.store.files import write_atomic
 from inference.store.store import Store
 
+log = logging.getLogger(__name__)
+
 FILE = "cohort.parquet"
+LOCK_WAIT_S = 60.0
 
 # `path` is for people; the others are the bytes on disk, since names from old systems need not be UTF-8.
 _SCHEMA = pa.schema(
@@ -26,35 +31,35 @@ _SCHEMA = pa.schema(
         pa.field("relpath", pa.binary(), nullable=False),
         pa.field("mpp", pa.float64()),
         pa.field("hidden", pa.bool_(), nullable=False),
+        # False for slides of an earlier cohort: their results are still here, so their keys are taken.
+        pa.field("listed", pa.bool_(), nullable=False),
     ]
 )
 
 
 def write_inventory(store: Store, slides: Sequence[SlideRef], *, keep: bool = False) -> Path:
-    """Replace the store's table of slides; readable by its owner alone, since it names files.
+    """Make these the store's slides; the table is readable by its owner alone, since it names files.
 
-    With `keep`, slides of earlier runs stay in it, after these.
+    With `keep`, slides of earlier runs stay listed, after these.
+
+    Raises:
+        ConfigError: a key already belongs to another slide, whose results would be replaced.
+        PartitionBusy: another process holds the table.
     """
     path = store.root / FILE
-    if keep and path.is_file():
+    with store.lock_file("cohort", "the list of slides", LOCK_WAIT_S):
+        known = _known(store, keep=keep)
+        if keep and all(known.get(ref.key) == (ref, True) for ref in slides):
+            return path
+        for ref in slides:
+            if earlier := known.get(ref.key):
+                _refuse_stranger(store, ref, earlier[0])
         now = {ref.key for ref in slides}
-        slides = [*slides, *(ref for key, ref in read_inventory(store).items() if key not in now)]
-    rows = [
-        {
-            "slide_key": ref.key,
-            "path": printable(os.fspath(ref.path)),
-            "files": [os.fsencode(p) for p in ref.files],
-            "root": os.fsencode(ref.root),
-            "root_label": os.fsencode(ref.root_label),
-            "relpath": os.fsencode(ref.relpath),
-            "mpp": ref.mpp,
-            "hidden": ref.hidden,
-        }
-        for ref in slides
-    ]
-    table = pa.BufferOutputStream()
-    pq.write_table(pa.Table.from_pylist(rows, schema=_SCHEMA), table, compression="zstd")
-    write_atomic(path, table.getvalue().to_pybytes(), mode=0o600)
+        rows = [_row(ref, listed=True) for ref in slides]
+        rows += [_row(ref, listed=listed and keep) for key, (ref, listed) in known.items() if key not in now]
+        table = pa.BufferOutputStream()
+        pq.write_table(pa.Table.from_pylist(rows, schema=_SCHEMA), table, compression="zstd")
+        write_atomic(path, table.getvalue().to_pybytes(), mode=0o600)
     return path
 
 
@@ -64,17 +69,82 @@ def read_inventory(store: Store) -> dict[str, SlideRef]:
     Raises:
         ConfigError: the store has no table yet, or it is damaged.
     """
-    path = store.root / FILE
-    if not path.is_file():
+    if not (store.root / FILE).is_file():
         raise ConfigError("the store has no inventory of slides yet: materialise slide_inventory first")
+    return {key: ref for key, (ref, listed) in _read(store).items() if listed}
+
+
+def _known(store: Store, *, keep: bool) -> dict[str, tuple[SlideRef, bool]]:
+    """Every slide the table knows, and whether it is listed; nothing where a damaged table is to be replaced."""
+    if not (store.root / FILE).is_file():
+        return {}
     try:
-        with pq.ParquetFile(path) as file:
+        return _read(store)
+    except ConfigError as error:
+        if keep:
+            raise
+        log.warning("%s: written anew, since it could not be read: %s", FILE, error.message)
+        return {}
+
+
+def _read(store: Store) -> dict[str, tuple[SlideRef, bool]]:
+    try:
+        with pq.ParquetFile(store.root / FILE) as file:
             rows = file.read(_SCHEMA.names).cast(_SCHEMA).to_pylist()
     except (OSError, ValueError, pa.ArrowException) as error:
         raise ConfigError(
-            f"{FILE} in the store is damaged or of another version: materialise slide_inventory"
+            f"{FILE} in the store is damaged or of another version: materialise slide_inventory, or delete the file "
+            "(results are kept) and run again"
         ) from error
-    return {row["slide_key"]: _ref(row) for row in rows}
+    return {row["slide_key"]: (_ref(row), row["listed"]) for row in rows}
+
+
+def _refuse_stranger(store: Store, ref: SlideRef, earlier: SlideRef) -> None:
+    """Refuse a slide whose key has results of another file: its results would silently replace them.
+
+    A slide that was moved or copied is the same one: what counts is its content. One that is not there is left to
+    fail by itself.
+    """
+    if os.path.realpath(ref.path) == os.path.realpath(earlier.path) or not ref.path.is_file():
+        return
+    recorded = _recorded(store, ref.key)
+    if not recorded:
+        return
+    now = {method: slide_identity(ref, None, method=method).sampled_sha256 for method in {r.method for r in recorded}}
+    if any(now[identity.method] == identity.sampled_sha256 for identity in recorded):
+        return
+    what = ref.name if ref.hidden else f"{ref.name} in {printable(os.fspath(ref.root))}"
+    whose = "" if ref.hidden else f" ({printable(os.fspath(earlier.path))})"
+    raise ConfigError(
+        f"{what}: its key {ref.key} has results of another slide{whose} in this store: keys are made of the source "
+        "folder's name and the path below it. Use another store, or --root with a folder above both, or a cohort "
+        "file with a slide_key for it"
+    )
+
+
+def _recorded(store: Store, key: str) -> list[SlideIdentity]:
+    """The slide contents that the results under a key were made from."""
+    found = []
+    for manifest in store.results_of(key):
+        try:
+            found.append(SlideIdentity.from_json(manifest.identity))
+        except StoreError:
+            continue  # says nothing of any slide
+    return found
+
+
+def _row(ref: SlideRef, *, listed: bool) -> dict[str, Any]:
+    return {
+        "slide_key": ref.key,
+        "path": printable(os.fspath(ref.path)),
+        "files": [os.fsencode(p) for p in ref.files],
+        "root": os.fsencode(ref.root),
+        "root_label": os.fsencode(ref.root_label),
+        "relpath": os.fsencode(ref.relpath),
+        "mpp": ref.mpp,
+        "hidden": ref.hidden,
+        "listed": listed,
+    }
 
 
 def _ref(row: dict[str, Any]) -> SlideRef:

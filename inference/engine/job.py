@@ -13,7 +13,7 @@ from typing import Literal, Protocol, Self
 from pydantic import JsonValue
 
 from inference.engine.settings import Settings, Stage
-from inference.errors import DamagedResult, MissingResult, SlideChanged, StoreError
+from inference.errors import DamagedResult, MissingResult, SlideChanged, StoreError, WithdrawnResult
 from inference.models.spec import ModelSpec
 from inference.slides.discovery import SlideRef
 from inference.slides.grid import TileGrid
@@ -22,7 +22,7 @@ from inference.slides.reader import SlideReader, open_slide
 from inference.slides.resolution import ReadPlan, SlideResolution, plan_reading, resolve_mpp
 from inference.slides.sampling import make_grid
 from inference.store.files import disk_errors
-from inference.store.manifest import Counts, Manifest
+from inference.store.manifest import Counts, Manifest, damage
 from inference.store.store import Address, Store
 
 log = logging.getLogger(__name__)
@@ -69,6 +69,7 @@ class SlideJob:
         self.ref, self.store, self.settings, self.progress = ref, store, settings, progress
         self._reader: SlideReader | None = None
         self._stamp = stamp(ref)
+        self._verified = set[Path]()
 
     def __enter__(self) -> Self:
         return self
@@ -158,7 +159,7 @@ class SlideJob:
         return manifest if same_content(recorded, self.ref, self.reader.quickhash) else None
 
     def _check_whole(self, address: Address, manifest: Manifest) -> None:
-        """Refuse a result with a file missing or cut; digests are not compared, that would read everything."""
+        """Refuse a result with a file missing or cut; its bytes are compared where it is used, see `require`."""
         folder = self.store.path(address)
         for record in manifest.files:
             path = folder / record.name
@@ -168,17 +169,30 @@ class SlideJob:
     def require(self, address: Address, needed: str) -> Path:
         """Folder of a finished earlier result.
 
+        Its bytes are compared with what was written, once in a run: a flipped bit must not enter the next stage.
+
         Raises:
             MissingResult: it is not there for this recipe and content.
+            WithdrawnResult: it was there and damaged; it counts as absent from now on.
             SlideChanged: it was there, but the slide's files have changed since this run began.
         """
-        if self.finished(address) is None:
+        manifest = self.finished(address)
+        if manifest is None:
             self._refuse_changed(stamp(self.ref))
             raise MissingResult(
                 f"{self.ref.name}: {needed} needs {address.stage}/{address.name}, which is not in the store for this "
                 "slide and these settings: run that stage first, or all of them"
             )
-        return self.store.path(address)
+        folder = self.store.path(address)
+        if folder not in self._verified:
+            if problem := damage(folder, manifest):
+                self.store.withdraw(address, manifest, self.settings.lock_wait_s)
+                raise WithdrawnResult(
+                    f"{self.ref.name}: {address.stage}/{address.name} is damaged ({problem}) and no longer counts as "
+                    "done: run all stages again, and check the disk"
+                )
+            self._verified.add(folder)
+        return folder
 
     def ensure(
         self, stage: Stage, address: Address, compute: Callable[[Path], Draft], *, model: str | None = None
@@ -225,6 +239,7 @@ class SlideJob:
                         },
                     ),
                 )
+        self._verified.add(folder)
         return StageResult(stage, model, folder, manifest, reused=False)
 
     def _refuse_changed(self, now: tuple[FileStamp, ...]) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from inference.engine.chain import Chain, SlideOutcome
+from inference.engine.inventory import write_inventory
 from inference.engine.job import Progress
 from inference.engine.settings import Settings
 from inference.errors import ConfigError
@@ -29,7 +30,7 @@ def run_slide(
         mpp: level-0 µm/px, used if the slide states none; the same as `Settings.mpp`.
 
     Raises:
-        ConfigError: the path names no slide, or more than one.
+        ConfigError: the path names no slide, or more than one; or its key has another slide's results in the store.
         UnknownModel: no such model.
         InferenceError: why the slide failed.
     """
@@ -40,6 +41,7 @@ def run_slide(
     if mpp is not None:
         chosen = replace(chosen, mpp=mpp)
     with Chain(Store(out), [resolve_model(model)], chosen) as chain:
+        write_inventory(chain.store, slides, keep=True)
         outcome = chain.run_slide(slides[0], progress=progress)
     if outcome.error is not None:
         raise outcome.error

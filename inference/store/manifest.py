@@ -12,6 +12,8 @@ from inference.store.files import canonical_json
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
+DAMAGED = "manifest.damaged.json"
+"""The manifest of a result that was found damaged: kept to look at, until the result is computed again."""
 
 
 class _Record(BaseModel):
@@ -111,11 +113,26 @@ def recipe_digest(recipe: dict[str, JsonValue]) -> str:
     return hashlib.sha256(canonical_json(recipe).encode()).hexdigest()
 
 
+def damage(folder: Path, manifest: Manifest) -> str | None:
+    """What is wrong with the files of a result, or None where every byte is as it was written. Reads them all."""
+    for record in manifest.files:
+        path = folder / record.name
+        try:
+            if path.stat().st_size != record.size:
+                return f"{record.name} has not its recorded size"
+            if _sha256(path) != record.sha256:
+                return f"{record.name} is not what was written"
+        except OSError as error:
+            return f"{record.name} cannot be read ({error.strerror})"
+    return None
+
+
 def record_files(folder: Path) -> tuple[FileRecord, ...]:
     """Size and digest of every file of a result, by name."""
-    found = []
-    for path in sorted(p for p in folder.iterdir() if p.name != MANIFEST):
-        with path.open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        found.append(FileRecord(name=path.name, size=path.stat().st_size, sha256=digest))
-    return tuple(found)
+    paths = sorted(path for path in folder.iterdir() if path.name != MANIFEST)
+    return tuple(FileRecord(name=path.name, size=path.stat().st_size, sha256=_sha256(path)) for path in paths)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

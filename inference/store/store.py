@@ -23,9 +23,10 @@ from inference.store.files import (
     retired_path,
     store_errors,
     sync_file,
+    sync_folder,
     write_atomic,
 )
-from inference.store.manifest import MANIFEST, Manifest, read_manifest, recipe_digest, record_files
+from inference.store.manifest import DAMAGED, MANIFEST, Manifest, read_manifest, recipe_digest, record_files
 
 STAGES = ("info", "tiles", "predict", "slide", "heatmap")
 WORK_SUFFIX = ".work"
@@ -94,10 +95,17 @@ class Store:
         Raises:
             PartitionBusy: another one holds it still after `wait_s`.
         """
-        path = self.root / LOCKS / f"{address.key}.{address.stage}.{address.digest[:12]}"
+        name = f"{address.key}.{address.stage}.{address.digest[:12]}"
+        with self.lock_file(name, f"{address.key}: {address.stage}/{address.name}", wait_s):
+            yield
+
+    @contextmanager
+    def lock_file(self, name: str, what: str, wait_s: float = 0.0) -> Iterator[None]:
+        """As `lock`, for anything of the store that has a name; `what` is what messages call it."""
+        path = self.root / LOCKS / name
         with store_errors(path):
             path.parent.mkdir(exist_ok=True)
-        with _acquire(path, wait_s, f"{address.key}: {address.stage}/{address.name}") as stream:
+        with _acquire(path, wait_s, what) as stream:
             try:
                 # Who holds it is for people to read; the lock itself is the kernel's.
                 owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}
@@ -135,6 +143,27 @@ class Store:
             write_atomic(work / MANIFEST, complete.to_json().encode())
         publish_folder(work, self.path(address))
         return complete
+
+    def withdraw(self, address: Address, manifest: Manifest, wait_s: float = 0.0) -> None:
+        """Make a result count as absent, since its bytes are not those of this manifest.
+
+        Raises:
+            PartitionBusy: another process is writing it.
+        """
+        with self.lock(address, wait_s):
+            if self.read(address) == manifest:  # else someone has written it anew
+                folder = self.path(address)
+                with store_errors(folder):
+                    (folder / MANIFEST).replace(folder / DAMAGED)
+                    sync_folder(folder)
+
+    def results_of(self, key: str) -> Iterator[Manifest]:
+        """Every readable manifest of one slide."""
+        for stage in STAGES:
+            for path in sorted((self.root / stage).glob(f"*@*/{key}/{MANIFEST}")):
+                with contextlib.suppress(StoreError):
+                    if manifest := read_manifest(path.parent):
+                        yield manifest
 
     def results(self) -> Iterator[tuple[Path, Manifest]]:
         """Every finished result, in path order.

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 
 from inference.engine.chain import Chain
 from inference.engine.settings import Settings, Stage
-from inference.errors import DamagedResult, MissingResult, PartitionBusy
+from inference.errors import MissingResult, PartitionBusy
 from inference.models.registry import Checkpoint, resolve_model
 from inference.slides.discovery import SlideRef
 from inference.store.store import Store
@@ -163,27 +164,57 @@ def test_a_result_that_is_not_whole_is_computed_again(
     assert "computed again" in caplog.text
 
 
-def test_a_table_damaged_inside_fails_its_slide_alone_with_the_remedy_that_works(
-    done: SlideRef, store: Path, demo_checkpoint: Checkpoint
-) -> None:
-    other = ref(write_slide(done.path.with_name("b.svs"), section(seed=2)))
-    folder = next(store.glob("predict/*/*"))
-    data = bytearray((folder / "embeddings.parquet").read_bytes())
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
-    (folder / "embeddings.parquet").write_bytes(data)
-    for path in next(store.glob("slide/demo-features@*/*")).iterdir():
-        path.unlink()
-    outcomes = run(store, demo_checkpoint, [done, other], stages=TABLES)
-    assert [outcome.status for outcome in outcomes] == ["failed", "ok"]
-    assert isinstance(outcomes[0].error, DamagedResult)
-    assert "delete its folder to compute it again" in outcomes[0].error.message
-    assert (failure := Store(store).failure(done.key)) is not None
-    assert failure.code == "damaged_result"
-    for path in folder.iterdir():
-        path.unlink()
-    folder.rmdir()
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damaged", "lost", "again"),
+    [
+        ("predict/*/*/embeddings.parquet", "slide/demo-features@*/*", ["predict", "features"]),
+        ("predict/*/*/predictions.parquet", "slide/demo-prediction@*/*", ["predict", "prediction"]),
+        ("tiles/*/*/tiles.parquet", "predict/*/*", ["tiles", "predict"]),
+        ("info/*/*/overview.png", "tiles/*/*", ["info", "tiles"]),
+    ],
+)
+def test_a_bit_flipped_in_what_a_stage_needs_never_enters_it_and_is_computed_again(
+    damaged: str,
+    lost: str,
+    again: list[str],
+    done: SlideRef,
+    store: Path,
+    demo_checkpoint: Checkpoint,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    whole = contents(store)
+    (path,) = store.glob(damaged)
+    flip_a_bit(path)
+    (folder,) = store.glob(lost)
+    shutil.rmtree(folder)
     (outcome,) = run(store, demo_checkpoint, [done], stages=TABLES)
     assert outcome.status == "ok"
+    assert f"damaged ({path.name} is not what was written)" in caplog.text
+    assert contents(store) == whole, "the same bytes, and nothing of the damaged result"
+    assert stages_of(outcome, reused=False) == again
+
+
+def test_where_only_the_later_stage_is_asked_for_damage_says_what_to_run_and_then_that_helps(
+    done: SlideRef, store: Path, demo_checkpoint: Checkpoint
+) -> None:
+    (path,) = store.glob("predict/*/*/embeddings.parquet")
+    flip_a_bit(path)
+    (folder,) = store.glob("slide/demo-features@*/*")
+    shutil.rmtree(folder)
+    other = ref(write_slide(done.path.with_name("b.svs"), section(seed=2)))
+    outcomes = run(store, demo_checkpoint, [done, other], stages=["features"])
+    assert isinstance(outcomes[0].error, MissingResult)
+    assert "run that stage first, or all of them" in outcomes[0].error.message
+    assert (path.parent / "manifest.damaged.json").is_file(), "kept to look at"
+    outcomes = run(store, demo_checkpoint, [done, other], stages=TABLES)
+    assert [outcome.status for outcome in outcomes] == ["ok", "ok"]
+    assert not (path.parent / "manifest.damaged.json").exists()
 
 
 def test_a_newer_versions_result_is_refused_and_left_alone(

@@ -153,9 +153,12 @@ def test_an_inventory_is_read_back_as_it_was_written_whatever_bytes_the_names_ho
     path = write_inventory(store, slides)
     assert tuple(read_inventory(store).values()) == slides
     assert path.stat().st_mode & 0o777 == 0o600, "it names files"
-    assert [p.name for p in store.root.iterdir()] == ["cohort.parquet"]
+    assert [p.name for p in store.root.iterdir() if not p.name.startswith(".")] == ["cohort.parquet"]
     write_inventory(store, slides[:1])
     assert list(read_inventory(store)) == [slides[0].key]
+    assert pq.read_table(path).num_rows == 3, "the keys of an earlier cohort stay taken"
+    write_inventory(store, slides[1:], keep=True)
+    assert list(read_inventory(store)) == [slides[1].key, slides[2].key, slides[0].key]
 
 
 def test_an_inventory_is_looked_at_by_people_with_plain_tools(slides: tuple[SlideRef, ...], tmp_path: Path) -> None:
