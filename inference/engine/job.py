@@ -13,7 +13,16 @@ from typing import Literal, Protocol, Self
 from pydantic import JsonValue
 
 from inference.engine.settings import Settings, Stage
-from inference.errors import DamagedResult, MissingResult, SlideChanged, StoreError, WithdrawnResult
+from inference.errors import (
+    Broken,
+    DamagedResult,
+    MissingResult,
+    Overloaded,
+    SlideChanged,
+    StoreError,
+    UnreadableSlide,
+    WithdrawnResult,
+)
 from inference.models.spec import ModelSpec
 from inference.slides.discovery import SlideRef
 from inference.slides.grid import TileGrid
@@ -69,14 +78,24 @@ class SlideJob:
         self.ref, self.store, self.settings, self.progress = ref, store, settings, progress
         self._reader: SlideReader | None = None
         self._stamp = stamp(ref)
+        self._damaged: set[str] = set()
         self._verified = set[Path]()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        """Close the slide; what failed because its files changed meanwhile becomes `SlideChanged`."""
         if self._reader is not None:
             self._reader.close()
+        if isinstance(error, Exception) and not isinstance(error, SlideChanged | Overloaded | Broken):
+            try:
+                now = stamp(self.ref)
+            except UnreadableSlide:
+                if not all(os.access(file, os.F_OK) for file in self.ref.files):
+                    return  # deleted, as far as anyone can tell: to be said as it is
+                now = ()
+            self._refuse_changed(now)
 
     @property
     def reader(self) -> SlideReader:
@@ -86,7 +105,7 @@ class SlideJob:
             UnreadableSlide: it does not open.
         """
         if self._reader is None:
-            self._reader = open_slide(self.ref.path, self.ref.name)
+            self._reader = open_slide(self.ref.path, self.ref.name, self.ref.files)
         return self._reader
 
     @cached_property
@@ -154,7 +173,9 @@ class SlideJob:
             recorded = _recorded_identity(manifest)
             self._check_whole(address, manifest)
         except DamagedResult as error:
-            log.warning("%s: computed again, since %s", self.ref.key, error)
+            if address.folder not in self._damaged:  # asked for again under the lock, and by later stages
+                self._damaged.add(address.folder)
+                log.warning("%s: computed again, since %s", self.ref.key, error)
             return None
         return manifest if same_content(recorded, self.ref, self.reader.quickhash) else None
 
@@ -247,7 +268,7 @@ class SlideJob:
             raise SlideChanged(
                 f"{self.ref.name}: the file changed while it was being processed (still being copied?): nothing was "
                 "kept; run again when it is complete"
-            )
+            ) from None
 
 
 def _utf8(identity: SlideIdentity) -> bool:

@@ -4,14 +4,23 @@ import codecs
 import errno
 import os
 import re
+import stat
 from pathlib import Path
 
+import openslide
+
 from inference.errors import SourceUnavailable, UnreadableSlide
-from inference.slides._files import source_lost
+from inference.slides._dicom_length import truncated_dicom
+from inference.slides._files import read_start, source_lost
+from inference.slides._mirax_length import truncated_mirax
+from inference.slides._tiff_refusal import in_strips, refused_pixels, refused_tables
 from inference.slides._tiff_tables import TiffClaims, read_claims
 
+FileState = tuple[int, int]
+"""Size and modification time (ns): what a file must still be while it is read."""
 
-def require_regular_file(path: Path, name: str) -> None:
+
+def require_regular_file(path: Path, name: str) -> FileState:
     """Refuse what is gone, and what would hang a reader: pipes, sockets, devices.
 
     Raises:
@@ -19,33 +28,38 @@ def require_regular_file(path: Path, name: str) -> None:
         SourceUnavailable: the folder or mount is lost.
     """
     try:
-        if not path.exists():
+        try:
+            status = path.stat()
+        except (FileNotFoundError, NotADirectoryError):
             if not path.parent.is_dir():
-                raise SourceUnavailable(f"{name}: its folder cannot be reached; is the source mounted?")
-            raise UnreadableSlide(f"{name}: the file is gone; put it back or remove it from the cohort")
-        if not path.is_file():
-            raise UnreadableSlide(f"{name}: not a regular file")
+                raise SourceUnavailable(f"{name}: its folder cannot be reached; is the source mounted?") from None
+            raise UnreadableSlide(f"{name}: the file is gone; put it back or remove it from the cohort") from None
     except OSError as error:
         raise _unreachable(name, error) from None
+    if not stat.S_ISREG(status.st_mode):
+        raise UnreadableSlide(f"{name}: not a regular file")
     if not os.access(path, os.R_OK):
         raise UnreadableSlide(f"{name}: no permission to read it")
+    return status.st_size, status.st_mtime_ns
 
 
-def require_bearable(path: Path, name: str) -> None:
-    """Refuse a TIFF whose tables ask for more memory than there is: OpenSlide would end the process, not fail.
+def require_whole(path: Path, name: str) -> TiffClaims | None:
+    """Refuse a file that is cut short by its own account, or asks for more than there is; a TIFF's claims.
+
+    OpenSlide opens many a truncated slide, and ends the process where it gets no memory.
 
     Raises:
-        UnreadableSlide: a compressed tile is longer than the file.
+        UnreadableSlide: the file is truncated, or its sizes are impossible.
         SourceUnavailable: the folder or mount is lost.
     """
-    if path.suffix.lower() == ".ndpi":  # past 4 GiB its offsets are no plain TIFF's
-        return
     try:
         claims = read_claims(path)
+        problem = refused_tables(claims) if claims else truncated_dicom(path) or truncated_mirax(path)
     except OSError as error:
         raise _unreachable(name, error) from None
-    if claims and claims.piece > claims.size:
-        raise UnreadableSlide(f"{name}: {_truncated(claims)}")
+    if problem:
+        raise UnreadableSlide(f"{name}: {problem}")
+    return claims
 
 
 def raise_if_lost(error: BaseException, name: str) -> None:
@@ -66,15 +80,19 @@ def why_unreadable(path: Path, name: str, error: BaseException) -> str:
         size = path.stat().st_size
         if size == 0:
             return "the file is empty (0 bytes); copy it again"
-        with path.open("rb") as stream:
-            head = stream.read(512)
+        head = read_start(path, 512)
         if head.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"<":
             return "not a slide but a web page or XML (an error page saved as a slide?); fetch it again"
+        if head[128:132] == b"DICM":
+            return f"a DICOM file that is damaged or no slide ({reason_of(error, path)})"
         if head[:2] not in (b"II", b"MM"):
             return f"no known slide format ({reason_of(error, path)})"
         claims = read_claims(path)
-        if claims and claims.end > size:
-            return _truncated(claims)
+        if claims and (problem := refused_tables(claims)):
+            return problem
+        unknown = isinstance(error, openslide.OpenSlideUnsupportedFormatError)
+        if claims and (problem := (unknown and in_strips(claims)) or refused_pixels(claims, "generic-tiff")):
+            return problem
     except OSError as lost:
         raise _unreachable(name, lost) from None
     return f"a TIFF that is damaged or no slide ({reason_of(error, path)})"
@@ -91,7 +109,3 @@ def reason_of(error: BaseException, path: Path) -> str:
 def _unreachable(name: str, error: OSError) -> SourceUnavailable | UnreadableSlide:
     text = f"{name}: the file cannot be reached: {error.strerror}"
     return SourceUnavailable(text) if source_lost(error) else UnreadableSlide(text)
-
-
-def _truncated(claims: TiffClaims) -> str:
-    return f"truncated: its data reach byte {claims.end:,}, the file ends at {claims.size:,}; copy it again"

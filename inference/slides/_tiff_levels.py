@@ -18,6 +18,8 @@ import numpy as np
 import tifffile
 from numpy.typing import NDArray
 
+from inference.slides._files import open_regular, source_lost
+
 _MAX_DIRECTORIES = 1000  # far above what a slide has
 _MAX_TILE_PIXELS = 1 << 24
 _MAX_EXPANSION = 4  # compressed bytes per raw byte: noise grows a little, nothing grows more
@@ -65,7 +67,7 @@ class TiffLevel:
         count = self._counts[index]
         if not 0 < count <= _MAX_EXPANSION * 3 * self._tile[0] * self._tile[1]:
             raise ValueError("a tile is missing or impossibly large")
-        with self._path.open("rb", buffering=0) as file:
+        with open_regular(self._path) as file:
             data = os.pread(file.fileno(), count, self._offsets[index])
         if self._sized and _declared_size(data) != self._tile:
             raise ValueError("a tile is not of the size that its level declares")
@@ -77,13 +79,19 @@ class TiffLevel:
 
 
 def tiff_level(path: Path, size: tuple[int, int]) -> TiffLevel | None:
-    """The tiled level of that width and height, if tifffile is sure to decode it as OpenSlide does."""
+    """The tiled level of that width and height, if tifffile is sure to decode it as OpenSlide does.
+
+    Raises:
+        OSError: the mount is lost or this process exhausted; that says nothing of the file.
+    """
     try:
-        with _quiet(), tifffile.TiffFile(path) as tiff:
+        with _quiet(), open_regular(path) as file, tifffile.TiffFile(file, name="slide") as tiff:
             first = islice(tiff.pages, _MAX_DIRECTORIES)
             pages = [page for page in first if page.is_tiled and (page.imagewidth, page.imagelength) == size]
             return TiffLevel(path, pages[0]) if len(pages) == 1 and _decodable(pages[0]) else None
-    except Exception:  # noqa: BLE001 - a parser on foreign bytes may raise anything; OpenSlide decides what is damage
+    except Exception as error:  # a parser on foreign bytes may raise anything; OpenSlide decides what is damage
+        if isinstance(error, OSError) and source_lost(error):
+            raise
         return None
 
 

@@ -53,7 +53,7 @@ def is_dicom(path: Path) -> bool:
         return read_start(path, _MAGIC_AT + 4)[_MAGIC_AT:] == b"DICM"
     except OSError as error:
         if source_lost(error):
-            raise SourceUnavailable(f"the slide source cannot be read: {error.strerror}") from error
+            raise SourceUnavailable(f"the slide source cannot be read: {error.strerror}") from None
         return False
 
 
@@ -67,7 +67,7 @@ def read_instance(path: Path) -> DicomInstance | Skipped:
         header = _read_header(path)
     except OSError as error:
         if source_lost(error):
-            raise SourceUnavailable(f"the slide source cannot be read: {error.strerror}") from error
+            raise SourceUnavailable(f"the slide source cannot be read: {error.strerror}") from None
         return Skipped(path, "dicom_unreadable", f"the DICOM file cannot be read: {error.strerror}")
     if isinstance(header, str):
         return Skipped(path, "dicom_broken", f"broken DICOM header: {header}")

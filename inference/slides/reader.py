@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, Self
@@ -12,15 +12,22 @@ import openslide
 import tifffile
 from numpy.typing import NDArray
 
-from inference.errors import TileReadError, UnreadableSlide
-from inference.slides._refusal import raise_if_lost, reason_of, require_bearable, require_regular_file, why_unreadable
+from inference.errors import SlideChanged, SourceUnavailable, TileReadError, UnreadableSlide
+from inference.slides._refusal import (
+    FileState,
+    raise_if_lost,
+    reason_of,
+    require_regular_file,
+    require_whole,
+    why_unreadable,
+)
 from inference.slides._tiff_levels import TiffLevel, tiff_level
+from inference.slides._tiff_refusal import MAX_PX, MAX_SIDE_PX, MAX_TILE_PX, refused_pixels
 
 MAX_REGION_PIXELS = 1 << 26
 """Largest region of one read; larger requests are a mistake of the caller."""
 
-MAX_SIDE_PX = 1 << 21
-"""Longest side of a slide: half a metre at 0.25 µm/px. A header that claims more is damaged."""
+_OPENSLIDE_CACHE, _MAX_CACHE = 32 << 20, 256 << 20  # decoded bytes
 
 
 class SlideReader(Protocol):
@@ -48,6 +55,7 @@ class SlideReader(Protocol):
         Raises:
             TileReadError: the pixels cannot be decoded; other regions still can.
             UnreadableSlide: the file is gone or no longer opens.
+            SlideChanged: the slide's files are no longer those that were opened.
             SourceUnavailable: the folder or mount is lost.
             ValueError: no such level, a region wholly outside it or larger than `MAX_REGION_PIXELS`, or closed.
         """
@@ -67,16 +75,21 @@ class OpenSlideReader:
 
     A handle serves one read at a time, so there are as many as reads that ran at once. Levels of plain tiled TIFFs
     that OpenSlide would interpolate (see `_tiff_levels`) are decoded tile by tile instead.
+
+    OpenSlide opens a slide's files by name with every read, and would wait for ever on a pipe. So before every read,
+    and after one that failed, they must be the regular files that they were. A pipe that takes the place of a file in
+    the microseconds between that look and OpenSlide's own still hangs the thread that reads.
     """
 
-    def __init__(self, path: Path, name: str) -> None:
-        self._path, self._name = path, name
+    def __init__(self, path: Path, name: str, files: Sequence[Path] = ()) -> None:
+        self._path, self._name, self._files = path, name, tuple(files) or (path,)
         self._lock = threading.Lock()
         self._free: list[openslide.OpenSlide] = []
         self._closed = False
+        self._cache: openslide.OpenSlideCache | None = None
         self._tiff_levels: dict[int, TiffLevel | None] = {}
-        require_regular_file(path, name)
-        require_bearable(path, name)
+        self._state = self._state_now()
+        claims = [require_whole(file, name) for file in self._files]
         with self._handle() as handle:
             self.level_sizes: tuple[tuple[int, int], ...] = tuple((int(w), int(h)) for w, h in handle.level_dimensions)
             # OpenSlide addresses every level in level-0 pixels and divides by this one number for x and y.
@@ -95,6 +108,11 @@ class OpenSlideReader:
                 for k in range(len(self.level_sizes))
             )
             self._require_possible_sizes()
+            self._cache = _cache_for(self._tiles)
+            if self._cache:
+                handle.set_cache(self._cache)
+            if claims[0] and (problem := refused_pixels(claims[0], self.vendor)):
+                raise UnreadableSlide(f"{name}: {problem}")
         exact = any(self._interpolated(level) for level in range(len(self.level_sizes)))
         self.kind = f"openslide {openslide.__library_version__}" + f", tifffile {tifffile.__version__}" * exact
 
@@ -107,6 +125,7 @@ class OpenSlideReader:
         if not (-width < x < self.level_sizes[level][0] and -height < y < self.level_sizes[level][1]):
             raise ValueError(f"{self._name}: ({x}, {y}) lies outside level {level}")
         if tiff := self._tiff_level(level):
+            self._require_unchanged()
             # What is missing or damaged there is OpenSlide's to judge: it may fill it in from another level.
             with contextlib.suppress(ValueError, OSError):
                 return tiff.read(x, y, width, height)
@@ -140,10 +159,12 @@ class OpenSlideReader:
                 return self._read_once(origin, level, size)
             except openslide.OpenSlideError as error:
                 raise_if_lost(error, self._name)
+                self._require_unchanged()
                 raise TileReadError(f"level {level} cannot be decoded here: {reason_of(error, self._path)}") from None
 
     def _read_once(self, origin: tuple[int, int], level: int, size: tuple[int, int]) -> NDArray[np.uint8]:
         with self._handle() as handle:
+            self._require_unchanged()
             return np.asarray(handle.read_region(origin, level, size), dtype=np.uint8)
 
     @contextmanager
@@ -169,23 +190,39 @@ class OpenSlideReader:
         handle.close()
 
     def _open(self) -> openslide.OpenSlide:
-        require_regular_file(self._path, self._name)
+        self._require_unchanged()
         try:
-            return openslide.OpenSlide(self._path)
+            handle = openslide.OpenSlide(self._path)
+            if self._cache:
+                handle.set_cache(self._cache)
+            return handle
         except (openslide.OpenSlideError, OSError, ValueError) as error:
             raise_if_lost(error, self._name)
+            self._require_unchanged()
             raise UnreadableSlide(f"{self._name}: {why_unreadable(self._path, self._name, error)}") from None
+
+    def _state_now(self) -> tuple[FileState, ...]:
+        return tuple(require_regular_file(file, self._name) for file in self._files)
+
+    def _require_unchanged(self) -> None:
+        if self._state_now() != self._state:
+            raise SlideChanged(f"{self._name}: the file changed while it was being read; run again when it is complete")
 
     def _require_possible_sizes(self) -> None:
         """Before anything is read: GLib ends the process where it gets no memory for a tile."""
-        what = "its header is damaged"
+        what = "its header is damaged; copy it again"
+        # A small level of a Hamamatsu slide may be a single JPEG.
+        tile_limit = MAX_REGION_PIXELS if self.vendor == "hamamatsu" else MAX_TILE_PX
         for (width, height), (tile_w, tile_h) in zip(self.level_sizes, self._tiles, strict=True):
-            if not (0 < width <= MAX_SIDE_PX and 0 < height <= MAX_SIDE_PX):
+            if not (0 < width <= MAX_SIDE_PX and 0 < height <= MAX_SIDE_PX) or width * height > MAX_PX:
                 raise UnreadableSlide(
                     f"{self._name}: claims to be {width} x {height} pixels, which no slide is: {what}"
                 )
-            if tile_w * tile_h > MAX_REGION_PIXELS:
-                raise UnreadableSlide(f"{self._name}: claims compressed tiles of {tile_w} x {tile_h} pixels: {what}")
+            if tile_w * tile_h > tile_limit:
+                raise UnreadableSlide(
+                    f"{self._name}: claims compressed tiles of {tile_w} x {tile_h} pixels, too many to read: convert "
+                    "it with smaller tiles"
+                )
 
     def _interpolated(self, level: int) -> bool:
         """Whether OpenSlide would interpolate a level that can be read another way."""
@@ -197,7 +234,10 @@ class OpenSlideReader:
         with self._lock:
             if level in self._tiff_levels:
                 return self._tiff_levels[level]
-        found = tiff_level(self._path, self.level_sizes[level])
+        try:
+            found = tiff_level(self._path, self.level_sizes[level])
+        except OSError as error:
+            raise SourceUnavailable(f"{self._name}: the file cannot be read: {error.strerror}") from None
         if found is not None and not self._agrees(found, level):
             found = None
         with self._lock:
@@ -212,18 +252,26 @@ class OpenSlideReader:
             return True  # damaged there: nothing to compare, and no reason to read the rest less exactly
 
 
-def open_slide(path: Path, name: str) -> SlideReader:
+def open_slide(path: Path, name: str, files: Sequence[Path] = ()) -> SlideReader:
     """Open a slide with the reader that fits it.
 
     Args:
         path: the slide's main file.
         name: what messages call it.
+        files: all its files, the main one first, where there are several; each is watched for changes.
 
     Raises:
-        UnreadableSlide: not a slide, or damaged beyond opening, with the likely reason.
+        UnreadableSlide: not a slide, or damaged beyond opening, truncated, or its pixels would be read wrong.
+        SlideChanged: it was replaced meanwhile.
         SourceUnavailable: its folder cannot be reached.
     """
-    return OpenSlideReader(path, name)
+    return OpenSlideReader(path, name, files)
+
+
+def _cache_for(tiles: Sequence[tuple[int, int]]) -> openslide.OpenSlideCache | None:
+    """Room for two tiles, where OpenSlide's own cache would decode one anew for every read."""
+    tile_bytes = 4 * max(width * height for width, height in tiles)
+    return openslide.OpenSlideCache(2 * tile_bytes) if _OPENSLIDE_CACHE < 2 * tile_bytes <= _MAX_CACHE else None
 
 
 def _colour(text: str | None) -> tuple[int, int, int]:

@@ -111,7 +111,8 @@ def plan_reading(
     if max(mpp) > TOO_COARSE * target_mpp * (1 + _NOISE) and not allow_upsampling:
         raise ResolutionTooCoarse(
             f"{name}: level 0 has {_pair(mpp)} µm/px, the model needs {target_mpp:g}: scan the slide at a higher "
-            "magnification, use another model, or pass --allow-upsampling"
+            "magnification, use another model, or pass --allow-upsampling; if the slide states a wrong value, a cohort "
+            "file's mpp column replaces it (--mpp only fills in where it states none)"
         )
     candidates = list(_candidates(level_sizes, mpp))
     same = [c for c in candidates if _distance(c.mpp, target_mpp) <= SAME + _NOISE]

@@ -209,6 +209,52 @@ def test_a_slide_replaced_while_it_is_processed_is_never_mixed_with_its_successo
     assert vectors_of(outcome, "embedding") == vectors_of(fresh, "embedding")
 
 
+def _cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size * 9 // 10)
+
+
+def _garble(path: Path) -> None:
+    path.write_bytes(b"<html>still syncing</html>")
+
+
+def _become_a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("change", [_cut, _garble, _become_a_pipe])
+def test_a_slide_cut_or_replaced_while_it_is_processed_is_worth_another_try(
+    change: Callable[[Path], None], folder: Path, store: Path, demo_checkpoint: Checkpoint
+) -> None:
+    """Whatever it became, reading it on is not its fault as it will be; nor does a pipe in its place hang the run."""
+    slide = ref(write_slide(folder / "a.svs", section()))
+    whole = slide.path.read_bytes()
+    (outcome,) = run(store, demo_checkpoint, [slide], stages=TABLES, progress=at_tile(2, lambda: change(slide.path)))
+    assert isinstance(outcome.error, SlideChanged)
+    assert code_of(store, outcome) == "slide_changed"
+    assert not list(store.glob("predict/*/*"))
+    slide.path.unlink()
+    slide.path.write_bytes(whole)
+    (outcome,) = run(store, demo_checkpoint, [slide], stages=TABLES)
+    assert (outcome.status, code_of(store, outcome)) == ("ok", None)
+
+
+@pytest.mark.parametrize("error", [UnreadableSlide("damaged"), TooManyTileFailures("all of them"), ValueError("odd")])
+def test_what_fails_since_the_slide_changed_is_reported_as_the_change(
+    error: Exception, folder: Path, store: Path, demo_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slide = ref(write_slide(folder / "a.svs", section(2, 3)))
+
+    def faulty(job: SlideJob, _spec: ModelSpec, _at: Addresses, _work: Path) -> Draft:
+        _cut(job.ref.path)
+        raise error
+
+    monkeypatch.setattr(chain_module, "plan_tiles", faulty)
+    (outcome,) = run(store, demo_checkpoint, [slide], stages=TABLES)
+    assert isinstance(outcome.error, SlideChanged)
+    assert stages_of(outcome, reused=False) == ["info"]
+
+
 def test_a_slide_deleted_while_it_is_processed_fails_and_the_next_one_runs(
     folder: Path, store: Path, demo_checkpoint: Checkpoint
 ) -> None:

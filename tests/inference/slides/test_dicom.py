@@ -232,7 +232,7 @@ def test_a_slide_key_for_a_folder_of_two_series_is_refused(tmp_path: Path) -> No
     _write(tmp_path / "d" / "a.dcm", "1.2.1")
     _write(tmp_path / "d" / "b.dcm", "1.2.2")
     (tmp_path / "cohort.csv").write_text("path,slide_key\nd,one\n")
-    with pytest.raises(ConfigError, match="row 1: one slide_key for 2 slides"):
+    with pytest.raises(ConfigError, match="row 2: one slide_key for 2 slides"):
         discover([tmp_path / "cohort.csv"])
 
 

@@ -18,7 +18,8 @@ import pytest
 
 from inference.errors import SourceUnavailable, UnreadableSlide
 from inference.slides._refusal import require_regular_file
-from inference.slides.reader import MAX_SIDE_PX, SlideReader, open_slide
+from inference.slides._tiff_refusal import MAX_SIDE_PX
+from inference.slides.reader import SlideReader, open_slide
 from tests.inference.slides.conftest import OpenHandles
 from tests.inference.slides.synthetic import coordinates, write_pyramid
 
@@ -83,7 +84,7 @@ def test_a_slide_cut_anywhere_is_refused_as_truncated(shared_data: Path, tmp_pat
     assert _refusal(path).startswith("truncated: " if end not in (0, 8) else "the file is empty" if not end else "")
 
 
-def _tiff_header(path: Path, width: int, height: int, tiles: int, *, next_directory: int = 0) -> Path:
+def tiff_header(path: Path, width: int, height: int, tiles: int, *, next_directory: int = 0) -> Path:
     """A little-endian TIFF of `tiles` tiles of 256 pixels that all share the same bytes."""
     data = 256 * 256 * 3
     tags = [(256, 4, 1, width), (257, 4, 1, height), (258, 3, 3, None), (259, 3, 1, 1), (262, 3, 1, 2),
@@ -116,7 +117,7 @@ def _tiff_header(path: Path, width: int, height: int, tiles: int, *, next_direct
 def test_an_absurd_size_is_refused_at_once(
     tmp_path: Path, width: int, height: int, tiles: int, opened: OpenHandles
 ) -> None:
-    path = _tiff_header(tmp_path / "s.tif", width, height, tiles)
+    path = tiff_header(tmp_path / "s.tif", width, height, tiles)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     clock = time.monotonic()
     assert _refusal(path)
@@ -137,7 +138,7 @@ def test_a_claim_that_would_end_the_process_is_refused_before_memory_is_asked_fo
     tmp_path: Path, tag: int, value: int, reason: str
 ) -> None:
     """GLib aborts where it gets no memory for a tile; so this runs in a process of its own."""
-    path = _tiff_header(tmp_path / "s.tif", 512, 512, 1)
+    path = tiff_header(tmp_path / "s.tif", 512, 512, 1)
     data = bytearray(path.read_bytes())
     entry = next(at for at in range(10, 200, 12) if data[at : at + 2] == struct.pack("<H", tag))
     data[entry + 8 : entry + 12] = struct.pack("<I", value)
@@ -154,7 +155,7 @@ def test_a_claim_that_would_end_the_process_is_refused_before_memory_is_asked_fo
 
 
 def test_the_largest_size_still_opens(tmp_path: Path) -> None:
-    with _open(_tiff_header(tmp_path / "s.tif", MAX_SIDE_PX, 256, MAX_SIDE_PX // 256)) as slide:
+    with _open(tiff_header(tmp_path / "s.tif", MAX_SIDE_PX, 256, MAX_SIDE_PX // 256)) as slide:
         assert slide.level_sizes == ((MAX_SIDE_PX, 256),)
         assert (
             slide.read_region(0, MAX_SIDE_PX - 2, 254, 4, 4)[..., 3] == [[255, 255, 0, 0]] * 2 + [[0] * 4] * 2
@@ -163,7 +164,7 @@ def test_the_largest_size_still_opens(tmp_path: Path) -> None:
 
 def test_a_tiff_whose_directories_form_a_ring_is_refused_at_once(tmp_path: Path) -> None:
     clock = time.monotonic()
-    assert _refusal(_tiff_header(tmp_path / "s.tif", 256, 256, 1, next_directory=8))
+    assert _refusal(tiff_header(tmp_path / "s.tif", 256, 256, 1, next_directory=8))
     assert time.monotonic() - clock < 5
 
 
@@ -245,6 +246,24 @@ def test_too_many_open_files_are_nobodys_fault_and_pass(tmp_path: Path, room: in
         assert slide.level_sizes == ((300, 200),)
 
 
+def test_a_level_read_while_files_run_out_is_not_read_less_exactly_ever_after(tmp_path: Path) -> None:
+    """Levels that OpenSlide interpolates are decoded tile by tile, which needs a descriptor of its own."""
+    path = write_pyramid(tmp_path / "s.tif", [(901, 601), (300, 200)], coordinates)
+    with _open(path) as slide:
+        exact = slide.read_region(1, 7, 5, 64, 64)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with _open(path) as slide:
+        lowest_free = os.dup(0)
+        os.close(lowest_free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
+        try:
+            with pytest.raises(SourceUnavailable, match="Too many open files"):
+                slide.read_region(1, 7, 5, 64, 64)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert np.array_equal(slide.read_region(1, 7, 5, 64, 64), exact)
+
+
 @pytest.mark.parametrize(
     "name", ["a b.tif", "ünï😀.tif", "-rf.tif", "new\nline.tif", "x" * 251 + ".tif", "(1) [2] {3}.tif", "%s%n.tif"]
 )
@@ -266,7 +285,10 @@ def test_a_name_that_is_no_text_opens_or_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stem", ["TIFF", "Invalid", "S21-4711, Müller", "a"])
 def test_no_message_tells_the_name_or_place_of_the_file(tmp_path: Path, stem: str) -> None:
     """OpenSlide's own messages hold the path; names of files can be accession numbers."""
-    path = _tiff_header(tmp_path / f"{stem}.tif", 1 << 31, 1 << 31, 1)
+    path = tiff_header(tmp_path / f"{stem}.tif", 256, 256, 1)
+    path.write_bytes(
+        path.read_bytes().replace(struct.pack("<HH", 325, 4), struct.pack("<HH", 325, 2))
+    )  # lengths as text
     with pytest.raises(openslide.OpenSlideError, match=r"\.tif$"):
         openslide.OpenSlide(path)
     message = _refusal(path)

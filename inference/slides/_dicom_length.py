@@ -1,0 +1,79 @@
+"""Where the pixels of a DICOM file end by its own account: OpenSlide opens one that was cut there."""
+
+import io
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+from pydicom.filereader import read_partial
+
+from inference.slides._files import open_regular
+
+_MAGIC_AT = 128
+_PIXEL_DATA = 0x7FE00010
+_UNDEFINED = 0xFFFFFFFF
+_ITEM, _SEQUENCE_END = b"\xfe\xff\x00\xe0", b"\xfe\xff\xdd\xe0"  # little-endian, as all encapsulated pixels are
+_LARGE_VALUE = 1 << 10  # longer values of the header are passed over
+
+
+def truncated_dicom(path: Path) -> str | None:
+    """What is missing of a DICOM whole-slide image; None where nothing is, or where it is no DICOM.
+
+    Reads eight bytes of most files; of others the header, and the length of each fragment.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if os.pread(file.fileno(), 4, _MAGIC_AT) != b"DICM":
+            return None
+        if os.pread(file.fileno(), 8, max(0, size - 8)) == _SEQUENCE_END + bytes(4):
+            return None
+        pixels = _pixel_data(file)
+        if pixels is None:
+            return None
+        start, length = pixels
+        if not start:
+            return f"truncated: the file ends at byte {size:,}, before its pixels begin; copy it again"
+        end = _fragments_end(file, start, size) if length == _UNDEFINED else start + length
+    if end <= size:
+        return None
+    return (
+        f"truncated: its pixels reach byte {end:,}, the file ends at {size:,}, so at least {end - size:,} bytes are "
+        "missing; copy it again"
+    )
+
+
+def _pixel_data(file: BinaryIO) -> tuple[int, int] | None:
+    """Where the pixels begin and how many bytes they claim: zeros where there are none, None past a broken header."""
+    found: list[tuple[int, int]] = []
+    buffered = io.BufferedReader(file)  # type: ignore[type-var]  # a raw file, typed as any binary one
+
+    def at_pixels(tag: int, _vr: str | None, length: int) -> bool:
+        if tag == _PIXEL_DATA:
+            found.append((buffered.tell(), length))
+        return bool(found)
+
+    try:
+        read_partial(buffered, stop_when=at_pixels, defer_size=_LARGE_VALUE, specific_tags=[])
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        return None
+    except Exception:  # noqa: BLE001 - a parser on foreign bytes may raise anything; OpenSlide decides what is damage
+        return None
+    finally:
+        buffered.detach()
+    return found[0] if found else (0, 0)
+
+
+def _fragments_end(file: BinaryIO, at: int, size: int) -> int:
+    """The byte after the fragments that begin at an offset, as far as they can be followed."""
+    while at + 8 <= size:
+        head = os.pread(file.fileno(), 8, at)
+        at += 8
+        if head[:4] != _ITEM:
+            return at if head[:4] == _SEQUENCE_END else 0
+        at += int.from_bytes(head[4:], "little")
+    return at + 8
