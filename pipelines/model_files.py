@@ -1,17 +1,16 @@
 """Which models the pipeline runs: one YAML per model, read without loading any."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from inference.contract import explain
 from inference.engine.recipes import tiling_name
 from inference.errors import ConfigError
 from inference.models.artifact import load_manifest
-from inference.models.registry import Checkpoint, registered_models, resolve_model
-from inference.models.spec import HeatmapSpec, ModelSpec, load_model_spec
+from inference.models.registry import Checkpoint, model_places, registered_models, resolve_model
+from inference.models.spec import HeatmapSpec, ModelSpec, load_model_spec, read_mapping
 
 FOLDER = Path(__file__).parent / "models"
 
@@ -55,8 +54,7 @@ def pipeline_models() -> tuple[PipelineModel, ...]:
     Raises:
         ConfigError: a file that cannot be used, or two models of one name.
     """
-    configured = [Path(p) for p in os.environ.get("SLIDE_MODELS", "").split(os.pathsep) if p]
-    models = [_load(path) for place in configured or [FOLDER] for path in _files(place)]
+    models = [_load(path) for place in model_places() or [FOLDER] for path in _files(place)]
     names = [model.name for model in models]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ConfigError(f"more than one model is called {', '.join(sorted(twice))}: rename one or remove its file")
@@ -66,21 +64,41 @@ def pipeline_models() -> tuple[PipelineModel, ...]:
 
 
 def _files(place: Path) -> list[Path]:
-    if place.is_dir():
-        return sorted(p for p in place.iterdir() if p.suffix in {".yaml", ".yml", ".pt2"})
-    if place.is_file():
+    if not place.is_dir():
         return [place]
-    raise ConfigError(f"SLIDE_MODELS names {place}, which does not exist")
+    try:
+        return sorted(path for path in place.iterdir() if path.suffix in {".yaml", ".yml", ".pt2"})
+    except OSError as error:
+        raise ConfigError(f"SLIDE_MODELS names {place}, which cannot be listed: {error.strerror}") from None
 
 
 def _load(path: Path) -> PipelineModel:
     if path.suffix == ".pt2":
         return PipelineModel(str(path), load_manifest(path).spec, ())
     try:
-        file = _File.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (ValidationError, yaml.YAMLError) as error:
-        raise ConfigError(f"model file {path.name} cannot be used: {error}") from None
+        file = _File.model_validate(read_mapping(path, "model file"))
+    except ValidationError as error:
+        raise ConfigError(f"model file {path.name} cannot be used: {explain(error)}") from None
     if file.checkpoint in registered_models():
-        return PipelineModel(file.checkpoint, load_model_spec(file.checkpoint), file.heatmaps)
-    checkpoint = path.parent / file.checkpoint
-    return PipelineModel(str(checkpoint), load_manifest(checkpoint).spec, file.heatmaps)
+        model = PipelineModel(file.checkpoint, load_model_spec(file.checkpoint), file.heatmaps)
+    else:
+        checkpoint = path.parent / file.checkpoint
+        if checkpoint.suffix != ".pt2" or not checkpoint.exists():
+            raise ConfigError(
+                f"model file {path.name}: checkpoint is {file.checkpoint!r}, which is no .pt2 file there and none "
+                f"of the registered models: {', '.join(registered_models())}"
+            )
+        model = PipelineModel(str(checkpoint), load_manifest(checkpoint).spec, file.heatmaps)
+    _require_outputs(path, model)
+    return model
+
+
+def _require_outputs(path: Path, model: PipelineModel) -> None:
+    """Refuse a heatmap of what the model does not predict, rather than fail every slide at its last stage."""
+    known = model.spec.prediction_names
+    for number, heatmap in enumerate(model.heatmaps):
+        if heatmap.output not in known:
+            raise ConfigError(
+                f"model file {path.name}: heatmaps.{number}.output is {heatmap.output!r}, "
+                f"which {model.spec.model_name} does not predict; it has {', '.join(known) or 'no named prediction'}"
+            )

@@ -9,13 +9,30 @@ from inference.batching import BatchScheduler
 from inference.engine.results import plain_message
 from inference.engine.settings import Settings
 from inference.errors import ArtifactRefused, Broken, CallerError, ConfigError
-from inference.models.artifact import ArtifactManifest
+from inference.models.artifact import ArtifactManifest, check_artifact
 from inference.models.registry import Checkpoint
 from inference.models.sample import Mode, PreparedSample, TileOutput
 from inference.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from inference.models.server_model import BaseServerModel
+
+
+def require_usable(checkpoint: Checkpoint, settings: Settings) -> None:
+    """Refuse a model before anything is created for it; reads the checkpoint once.
+
+    Raises:
+        ConfigError: it takes no batches of this size.
+        ArtifactRefused: it is not what its manifest pins, or not for this machine, torch or device.
+    """
+    _require_batch(checkpoint, settings)
+    check_artifact(checkpoint.path, checkpoint.manifest, settings.device)
+
+
+def _require_batch(checkpoint: Checkpoint, settings: Settings) -> None:
+    most = checkpoint.manifest.max_batch
+    if settings.batch_size > most:
+        raise ConfigError(f"{checkpoint.path.name} takes batches of 1 to {most} tiles, not {settings.batch_size}")
 
 
 class EngineModel:
@@ -26,9 +43,7 @@ class EngineModel:
     """
 
     def __init__(self, checkpoint: Checkpoint, settings: Settings) -> None:
-        most = checkpoint.manifest.max_batch
-        if settings.batch_size > most:
-            raise ConfigError(f"{checkpoint.path.name} takes batches of 1 to {most} tiles, not {settings.batch_size}")
+        _require_batch(checkpoint, settings)
         self._checkpoint, self._settings = checkpoint, settings
         self._lock = threading.Lock()
         self._loaded: BaseServerModel | None = None

@@ -7,6 +7,7 @@ from pathlib import Path
 from inference.engine.chain import Chain, SlideOutcome
 from inference.engine.inventory import write_inventory
 from inference.engine.job import Progress
+from inference.engine.model import require_usable
 from inference.engine.settings import Settings
 from inference.errors import ConfigError
 from inference.models.registry import resolve_model
@@ -34,13 +35,17 @@ def run_slide(
         UnknownModel: no such model.
         InferenceError: why the slide failed.
     """
-    slides = discover([path], secret=key_secret()).slides
+    secret = key_secret()
+    slides = discover([path], secret=secret).slides
     if len(slides) != 1:
-        raise ConfigError(f"{path} names {len(slides)} slides: run_slide takes one")
+        named = path if secret is None else "the path"
+        raise ConfigError(f"{named} names {len(slides)} slides: run_slide takes one")
     chosen = settings or Settings()
     if mpp is not None:
         chosen = replace(chosen, mpp=mpp)
-    with Chain(Store(out), [resolve_model(model)], chosen) as chain:
+    checkpoint = resolve_model(model)
+    require_usable(checkpoint, chosen)
+    with Chain(Store(out), [checkpoint], chosen) as chain:
         write_inventory(chain.store, slides, keep=True)
         outcome = chain.run_slide(slides[0], progress=progress)
     if outcome.error is not None:

@@ -4,10 +4,11 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, BinaryIO, Literal
@@ -25,6 +26,8 @@ MAX_MANIFEST_BYTES = 16 << 20
 
 MAX_BATCH = 4096
 """Upper bound of the dynamic batch axis of our exports."""
+
+_SLACK_BYTES = 1 << 20
 
 Format = Literal["aotinductor", "exported-program"]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -97,6 +100,16 @@ def verify_artifact(checkpoint: Path, manifest: ArtifactManifest, device: str) -
     Raises:
         ArtifactRefused: wrong bytes, torch version, processor or device, with the remedy.
     """
+    check_artifact(checkpoint, manifest, device)
+    _check_processor(checkpoint.name, manifest)
+
+
+def check_artifact(checkpoint: Path, manifest: ArtifactManifest, device: str) -> None:
+    """As `verify_artifact`, but for the processor's instruction sets: only torch, slow to import, knows those.
+
+    Raises:
+        ArtifactRefused: wrong bytes, torch version, machine type or device, with the remedy.
+    """
     _check_machine(checkpoint.name, manifest, device)
     _check_bytes(checkpoint.name, manifest, *hash_regular_file(checkpoint))
 
@@ -107,20 +120,29 @@ def verified_copy(checkpoint: Path, manifest: ArtifactManifest, device: str) -> 
 
     Raises:
         ArtifactRefused: as `verify_artifact`.
-        ConfigError: no room for the copy.
+        ConfigError: no room for the copy, or for the loader to unpack it.
     """
     _check_machine(checkpoint.name, manifest, device)
-    with tempfile.TemporaryDirectory(prefix="slide-inference-") as folder:
-        copy = Path(folder) / "model.pt2"
+    _check_processor(checkpoint.name, manifest)
+    with ExitStack() as stack:
+        place = scratch_folder()
         try:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="slide-inference-", dir=place))
+            _require_room(checkpoint.name, manifest, place)
+            copy = Path(folder) / "model.pt2"
             with _open_regular(checkpoint) as source, copy.open("xb") as target:
                 size, digest = _hash(source, target)
         except OSError as error:
             raise ConfigError(
-                f"{checkpoint.name} cannot be copied to {folder}: {error.strerror}; point TMPDIR to a folder with room"
+                f"{checkpoint.name} cannot be copied to {place}: {error.strerror}; point TMPDIR to a folder with room"
             ) from None
         _check_bytes(checkpoint.name, manifest, size, digest)
         yield copy
+
+
+def scratch_folder() -> Path:
+    """Where torch's loader unpacks a package: it takes `TMPDIR` as it is, while Python passes over a full one."""
+    return Path(os.environ.get("TMPDIR") or tempfile.gettempdir())
 
 
 def hash_regular_file(path: Path) -> tuple[int, str]:
@@ -157,9 +179,15 @@ def _check_machine(name: str, manifest: ArtifactManifest, device: str) -> None:
         raise ArtifactRefused(f"{name} is compiled for {manifest.arch}, this machine is {platform.machine()}; {remedy}")
     if manifest.device != device.split(":")[0]:
         raise ArtifactRefused(f"{name} is compiled for {manifest.device}, not {device}; run it on {manifest.device}")
-    if manifest.cpu_features and (missing := set(manifest.cpu_features) - set(cpu_features())):
+
+
+def _check_processor(name: str, manifest: ArtifactManifest) -> None:
+    if manifest.format != "aotinductor" or not manifest.cpu_features:
+        return
+    if missing := set(manifest.cpu_features) - set(cpu_features()):
         raise ArtifactRefused(
-            f"{name} is compiled for a processor with {', '.join(sorted(missing))}, which this one lacks; {remedy}"
+            f"{name} is compiled for a processor with {', '.join(sorted(missing))}, which this one lacks; "
+            f"{_remedy(manifest)}"
         )
 
 
@@ -173,6 +201,17 @@ def _check_bytes(name: str, manifest: ArtifactManifest, size: int, digest: str) 
 
 def _remedy(manifest: ArtifactManifest) -> str:
     return f"export it again: slide-inference run --model {manifest.spec.model_name} exports a registered model"
+
+
+def _require_room(name: str, manifest: ArtifactManifest, folder: Path) -> None:
+    # Found out now: a loader that runs out of space leaves what it unpacked behind.
+    need = manifest.size * (2 if manifest.format == "aotinductor" else 1) + _SLACK_BYTES
+    free = shutil.disk_usage(folder).free
+    if free < need:
+        raise ConfigError(
+            f"{name} needs {need / 1e6:.1f} MB to be unpacked in {folder}, which has {free / 1e6:.1f} MB free; "
+            "point TMPDIR to a folder with room"
+        )
 
 
 @contextmanager

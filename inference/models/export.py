@@ -2,6 +2,7 @@
 
 import fcntl
 import hashlib
+import io
 import logging
 import os
 import platform
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -27,10 +29,14 @@ from inference.models.artifact import (
     hash_regular_file,
     load_manifest,
     manifest_path,
+    scratch_folder,
     verify_artifact,
 )
 from inference.models.spec import ModelSpec
-from inference.store.files import canonical_json
+from inference.store.files import canonical_json, is_disk_full
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +48,8 @@ def export_model(module: nn.Module, spec: ModelSpec, folder: Path, *, source_sha
     """The checkpoint of a module, exported on first use and reused while it verifies.
 
     Args:
-        module: uint8 (B, C, H, W) -> the spec's outputs, each with B rows, normalisation included.
+        module: uint8 (B, C, H, W), then the spec's extra inputs, or float32 (B, D) for a head -> the spec's outputs,
+            each with B rows, normalisation included.
         spec: what the module implements.
         folder: where checkpoints are cached; created if absent.
         source_sha256: digest of the code that defines the module.
@@ -98,41 +105,87 @@ def _identity(pinned: ArtifactManifest) -> str:
 
 
 def _export(module: nn.Module, checkpoint: Path, pinned: ArtifactManifest) -> None:
-    example = torch.zeros((2, *pinned.spec.input_shape), dtype=torch.uint8)
+    """Write checkpoint and manifest beside their final places, then give them their names: both or neither."""
+    example = torch.zeros((2, *pinned.spec.input_shape), dtype=getattr(torch, pinned.spec.input_dtype))
+    extras = [torch.zeros((2, *extra.shape)) for extra in pinned.spec.extra_inputs]
     batch = torch.export.Dim("batch", min=1, max=MAX_BATCH)
     prefix = f".{checkpoint.stem}-"
     for stale in checkpoint.parent.glob(f"{prefix}*/"):  # of an export that was killed: ours is the only one now
         shutil.rmtree(stale, ignore_errors=True)
-    # Compiled beside its final place, so that the rename stays within one file system.
-    with tempfile.TemporaryDirectory(dir=checkpoint.parent, prefix=prefix) as scratch:
-        built = Path(scratch) / "model.pt2"
-        program = torch.export.export(module, (example,), dynamic_shapes=({0: batch},))
+    inputs = (example, *extras)
+    program = torch.export.export(module, inputs, dynamic_shapes=tuple({0: batch} for _ in inputs))
+    with _cache_errors(checkpoint.parent), tempfile.TemporaryDirectory(dir=checkpoint.parent, prefix=prefix) as scratch:
+        built = Path(scratch) / checkpoint.name
         _write(program, built, pinned.format)
         size, digest = hash_regular_file(built)
+        _write_manifest(built, pinned.model_copy(update={"size": size, "sha256": digest}))
         manifest_path(checkpoint).unlink(missing_ok=True)  # never an old manifest beside a new file
         built.replace(checkpoint)
-    _replace_manifest(checkpoint, pinned.model_copy(update={"size": size, "sha256": digest}))
+        manifest_path(built).replace(manifest_path(checkpoint))
 
 
 def _write(program: torch.export.ExportedProgram, path: Path, kind: Format) -> None:
-    if kind == "exported-program":
-        torch.export.save(program, str(path))
-        return
+    with _Archive(path) as archive:
+        if kind == "exported-program":
+            torch.export.save(program, archive)
+        else:
+            _compile(program, archive)
+        if archive.error is not None:
+            raise archive.error
+
+
+def _compile(program: torch.export.ExportedProgram, archive: "_Archive") -> None:
     try:
         # torch reasons about batches of two and more, and would have the package refuse a batch of one.
         options = {"aot_inductor.check_lowerbound": False}
-        torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
+        torch._inductor.aoti_compile_and_package(program, package_path=archive, inductor_configs=options)
     except Exception as error:
+        if is_disk_full(error):
+            places = [Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", scratch_folder())), scratch_folder()]
+            place = min((p for p in places if p.exists()), key=lambda p: shutil.disk_usage(p).free)
+            raise ConfigError(
+                f"compiling failed: no space is left in {place}; free some, or point TMPDIR to a folder with room"
+            ) from None
         reason = (str(error).splitlines() or [""])[0]
         raise ConfigError(
             f"compiling failed: {reason}; mend the C++ compiler, or set CXX to nothing for the slower portable form"
         ) from error
 
 
+class _Archive(io.FileIO):
+    """A new file whose writes never raise but keep their first error for later.
+
+    torch finishes its archives in a C++ destructor: an exception there, and a full disk is one, ends the process.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "x+")
+        self.error: OSError | None = None
+
+    def write(self, data: "ReadableBuffer") -> int:
+        """Write all of it, or pretend to; always its length."""
+        view = memoryview(data).cast("B")
+        done = 0
+        try:
+            while self.error is None and done < len(view):
+                done += super().write(view[done:])
+        except OSError as error:
+            self.error = error
+        return len(view)
+
+
+def _write_manifest(checkpoint: Path, manifest: ArtifactManifest) -> None:
+    manifest_path(checkpoint).write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
+
+
 def _replace_manifest(checkpoint: Path, manifest: ArtifactManifest) -> None:
-    written = checkpoint.with_name(f".{checkpoint.name}.json")  # the lock keeps others away from this name
-    written.write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    written.replace(manifest_path(checkpoint))
+    with (
+        _cache_errors(checkpoint.parent),
+        tempfile.TemporaryDirectory(dir=checkpoint.parent, prefix=f".{checkpoint.stem}-") as scratch,
+    ):
+        written = Path(scratch) / checkpoint.name
+        _write_manifest(written, manifest)
+        manifest_path(written).replace(manifest_path(checkpoint))
 
 
 def _verified(checkpoint: Path, level: int) -> ArtifactManifest | None:
@@ -151,13 +204,21 @@ def _verified(checkpoint: Path, level: int) -> ArtifactManifest | None:
 @contextmanager
 def _exclusive(folder: Path, name: str) -> Iterator[None]:
     """One exporter at a time; the lock goes with its process."""
-    try:
+    with _cache_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         stream = (folder / f".{name}.lock").open("w")
-    except OSError as error:
-        raise ConfigError(
-            f"models cannot be exported to {folder}: {error.strerror}; set SLIDE_MODEL_CACHE to a folder to write to"
-        ) from None
     with stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         yield
+
+
+@contextmanager
+def _cache_errors(folder: Path) -> Iterator[None]:
+    """Turn what the system says of the cache folder into bad configuration with the remedy."""
+    try:
+        yield
+    except OSError as error:
+        need = "with room" if is_disk_full(error) else "to write to"
+        raise ConfigError(
+            f"models cannot be exported to {folder}: {error.strerror}; set SLIDE_MODEL_CACHE to a folder {need}"
+        ) from None

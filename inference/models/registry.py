@@ -39,7 +39,7 @@ def resolve_model(name_or_path: str, *, cache: Path | None = None) -> Checkpoint
         return Checkpoint(path, load_manifest(path))
     # A name is looked up, never taken as part of a path that leads out of the model folders.
     if re.fullmatch(MODEL_NAME, name_or_path):
-        for found in _places(name_or_path):
+        for found in _candidates(name_or_path):
             if os.path.lexists(found):
                 return Checkpoint(found, load_manifest(found))
         if exporter := _EXPORTERS.get(name_or_path):
@@ -64,23 +64,33 @@ def model_cache() -> Path:
     return Path(home) / "slide-inference" / "models"
 
 
-def _places(name: str) -> Iterator[Path]:
+def model_places() -> list[Path]:
+    """Files and folders that `SLIDE_MODELS` names, separated as in `PATH`; a name with ':' in it that exists is one.
+
+    Raises:
+        ConfigError: one does not exist.
+    """
+    parts = [part for part in os.environ.get("SLIDE_MODELS", "").split(os.pathsep) if part]
+    places = []
+    while parts:
+        joined = [os.pathsep.join(parts[:count]) for count in range(len(parts), 0, -1)]
+        name = next((name for name in joined if os.path.lexists(name)), None)
+        if name is None or not Path(name).exists():
+            raise ConfigError(f"SLIDE_MODELS names {name or parts[0]}, which does not exist")
+        places.append(Path(name))
+        parts = parts[len(parts) - joined.index(name) :]
+    return places
+
+
+def _candidates(name: str) -> Iterator[Path]:
     """Where the checkpoint of a model may lie, the preferred place first."""
-    for place in [*_configured(), SAGEMAKER_MODELS]:
+    for place in [*model_places(), SAGEMAKER_MODELS]:
         if place.is_file():
             if place.name == f"{name}.pt2":
                 yield place
         else:
             yield place / f"{name}.pt2"
             yield place / name / f"{name}.pt2"
-
-
-def _configured() -> list[Path]:
-    places = [Path(p) for p in os.environ.get("SLIDE_MODELS", "").split(os.pathsep) if p]
-    for place in places:
-        if not place.exists():
-            raise ConfigError(f"SLIDE_MODELS names {place}, which does not exist")
-    return places
 
 
 def _export_demo(cache: Path) -> Path:

@@ -1,9 +1,9 @@
 """Runs a verified checkpoint: arrays in, arrays out, and nothing else is promised."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 
 from inference.errors import ArtifactRefused, BadRequest, ConfigError, DeviceBroken, ModelContractError
 from inference.models import _torch_noise as _torch_noise  # before the compiler is first imported
-from inference.models.artifact import ArtifactManifest, verified_copy
+from inference.models.artifact import ArtifactManifest, scratch_folder, verified_copy
+from inference.models.sample import NO_EXTRAS
+from inference.store.files import is_disk_full
 
 
 class Runtime(Protocol):
@@ -25,8 +27,13 @@ class Runtime(Protocol):
     kind: str
     device: str
 
-    def run(self, batch: NDArray[np.uint8]) -> tuple[NDArray[np.float32], ...]:
-        """(B, C, H, W) uint8 -> one float32 array per output, each with B rows."""
+    def run(
+        self, batch: NDArray[Any], extras: Mapping[str, NDArray[np.float32]] = NO_EXTRAS
+    ) -> tuple[NDArray[np.float32], ...]:
+        """(B, C, H, W) uint8, or (B, D) float32 for a head -> one float32 array per output, each with B rows.
+
+        `extras` are the spec's `extra_inputs`, by name, each with B rows.
+        """
         ...
 
 
@@ -42,7 +49,8 @@ class TorchRuntime:
         self.kind: str = manifest.format
         self.device = device
         self._names = tuple(output.name for output in manifest.spec.outputs)
-        self._tile_shape = manifest.spec.input_shape
+        self._input_shape, self._input_dtype = manifest.spec.input_shape, np.dtype(manifest.spec.input_dtype)
+        self._extras = {extra.name: extra.shape for extra in manifest.spec.extra_inputs}
         self._max_batch = manifest.max_batch
         with verified_copy(checkpoint, manifest, device) as private:
             place = _find_device(device)
@@ -50,12 +58,19 @@ class TorchRuntime:
                 self._call = _load(private, manifest, place)
             except Exception as error:
                 reason = (str(error).splitlines() or [""])[0]
+                if is_disk_full(error) or "write callback failed" in reason:  # what its unzipping says
+                    raise ConfigError(
+                        f"{checkpoint.name} cannot be unpacked in {scratch_folder()}: no space is left there; "
+                        "point TMPDIR to a folder with room"
+                    ) from None
                 raise ArtifactRefused(
                     f"{checkpoint.name} does not load: {type(error).__name__}: {reason}; export it again"
                 ) from error
 
     @torch.inference_mode()
-    def run(self, batch: NDArray[np.uint8]) -> tuple[NDArray[np.float32], ...]:
+    def run(
+        self, batch: NDArray[Any], extras: Mapping[str, NDArray[np.float32]] = NO_EXTRAS
+    ) -> tuple[NDArray[np.float32], ...]:
         """See `Runtime.run`.
 
         Raises:
@@ -63,13 +78,21 @@ class TorchRuntime:
             DeviceBroken: CUDA reported an error that no later call on this process survives.
             ModelContractError: the graph returned something other than one tensor per declared output.
         """
-        if batch.dtype != np.uint8 or batch.shape[1:] != self._tile_shape or not 0 < len(batch) <= self._max_batch:
+        if (
+            batch.dtype != self._input_dtype
+            or batch.shape[1:] != self._input_shape
+            or not 0 < len(batch) <= self._max_batch
+        ):
             raise BadRequest(
-                f"the graph takes 1 to {self._max_batch} uint8 tiles of {self._tile_shape}, not {batch.dtype} "
-                f"{batch.shape}"
+                f"the graph takes 1 to {self._max_batch} {self._input_dtype} inputs of {self._input_shape}, not "
+                f"{batch.dtype} {batch.shape}"
             )
+        wanted = {name: (len(batch), *shape) for name, shape in self._extras.items()}
+        if (given := {name: extra.shape for name, extra in extras.items()}) != wanted:
+            raise BadRequest(f"the graph takes the further inputs {wanted}, not {given}")
+        inputs = (batch, *(extras[name] for name in wanted))
         try:
-            return self._arrays(self._call(torch.from_numpy(batch).to(self.device)))
+            return self._arrays(self._call(*(torch.from_numpy(array).to(self.device) for array in inputs)))
         except torch.AcceleratorError as error:
             raise DeviceBroken(f"the device failed: {str(error).splitlines()[0]}") from error
 
@@ -94,10 +117,10 @@ def _find_device(name: str) -> torch.device:
     return device
 
 
-def _load(path: Path, manifest: ArtifactManifest, device: torch.device) -> Callable[[torch.Tensor], object]:
+def _load(path: Path, manifest: ArtifactManifest, device: torch.device) -> Callable[..., object]:
     # A compiled package trusts its caller with shapes unless told otherwise, and then reads garbage.
     os.environ["AOTI_RUNTIME_CHECK_INPUTS"] = "1"
-    call: Callable[[torch.Tensor], object]
+    call: Callable[..., object]
     if manifest.format == "aotinductor":
         call = torch._inductor.aoti_load_package(
             str(path), device_index=-1 if device.index is None or device.type == "cpu" else device.index

@@ -30,7 +30,7 @@ def companions(main: Path) -> tuple[Path, ...]:
         names = _mrxs_parts(main) if suffix == ".mrxs" else _key_file_parts(main)
     except OSError as error:
         if source_lost(error):
-            raise SourceUnavailable(f"a slide's companion files cannot be read: {error.strerror}") from error
+            raise SourceUnavailable(f"a slide's companion files cannot be read: {error.strerror}") from None
         return ()  # a slide without its parts stays a slide: it fails visibly when opened
     return tuple(sorted((path for path in names if kind_of(path) == "file"), key=Path.as_posix))
 

@@ -85,16 +85,27 @@ def kind_of(path: Path) -> Kind:
         return "denied"
     except OSError as error:
         if source_lost(error):
-            raise SourceUnavailable(f"the slide source cannot be reached: {error.strerror}") from error
+            raise SourceUnavailable(f"the slide source cannot be reached: {error.strerror}") from None
         return "missing"
     if stat.S_ISREG(mode):
         return "file"
     return "folder" if stat.S_ISDIR(mode) else "other"
 
 
+def resolved(path: Path) -> str:
+    """The path with its links resolved; as it is where the system does not tell (links in /proc)."""
+    try:
+        return os.path.realpath(path)
+    except OSError:
+        return os.path.abspath(path)  # noqa: PTH100 - of text, as the other
+
+
 def is_inside(path: Path, folder: Path) -> bool:
-    """Whether a path, all links resolved, lies under a folder."""
-    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
+    """Whether a path, all links resolved, lies under a folder; False where the system does not tell."""
+    try:
+        return Path(os.path.realpath(path)).is_relative_to(resolved(folder))
+    except OSError:
+        return False
 
 
 class GlobPattern:
@@ -187,9 +198,9 @@ def _entries(folder: Path, is_source: bool, skipped: list[Skipped]) -> list["os.
     try:
         with os.scandir(folder) as entries:
             return list(entries)
-    except FileNotFoundError as error:
+    except FileNotFoundError:
         if is_source:
-            raise SourceUnavailable("the source folder vanished while it was listed") from error
+            raise SourceUnavailable("the source folder vanished while it was listed") from None
         return []  # a subfolder removed while we looked
     except OSError as error:
         # One forbidden subfolder (lost+found) must not hide the rest; a lost mount must not look like an empty one.
@@ -197,7 +208,7 @@ def _entries(folder: Path, is_source: bool, skipped: list[Skipped]) -> list["os.
             raise SourceUnavailable(
                 f"{'the source' if is_source else 'a'} folder cannot be read ({error.strerror}):"
                 " check the mount and the permissions"
-            ) from error
+            ) from None
         skipped.append(Skipped(folder, "unreadable_folder", f"the folder cannot be read: {error.strerror}"))
         return []
 
@@ -221,8 +232,8 @@ def _refusal(entry: "os.DirEntry[str]", path: Path, boundary: Path) -> tuple[str
 
 def _without_aliases(found: list[tuple[bool, str, Path]], folder: Path) -> list[Path]:
     """One path per file, sorted; linked folders are not entered, so only links can be aliases."""
-    real_folder = os.path.realpath(folder)
+    real_folder = resolved(folder)
     kept: dict[str, tuple[str, Path]] = {}
     for is_link, relpath, path in sorted(found):
-        kept.setdefault(os.path.realpath(path) if is_link else f"{real_folder}/{relpath}", (relpath, path))
+        kept.setdefault(resolved(path) if is_link else f"{real_folder}/{relpath}", (relpath, path))
     return [path for _, path in sorted(kept.values())]

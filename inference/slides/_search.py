@@ -9,14 +9,18 @@ from typing import TypeVar
 
 from inference.errors import ConfigError, SourceUnavailable
 from inference.slides._companions import companions
-from inference.slides._files import EVERYTHING, GlobPattern, Skipped, is_inside, kind_of, list_files
+from inference.slides._files import EVERYTHING, GlobPattern, Skipped, is_inside, kind_of, list_files, resolved
 from inference.slides.cohort import CohortRow, is_cohort_file, read_cohort
 from inference.slides.dicom import DicomInstance, group_series, is_dicom, read_instance
 
 SLIDE_SUFFIXES = frozenset(
     {".svs", ".tif", ".tiff", ".ndpi", ".mrxs", ".scn", ".bif", ".vms", ".vmu", ".svslide", ".czi", ".dcm"}
 )
-IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg"})  # taken only where named
+IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".jp2"})
+_PLAIN_IMAGE = (
+    "a plain image, which no slide reader opens; save it as a tiled TIFF (vips tiffsave IMAGE OUT.tif --tile --pyramid)"
+    " and give its µm/px"
+)
 _GLOB_CHARS = frozenset("*?[")
 
 Files = tuple[Path, ...]
@@ -75,7 +79,9 @@ class Search:
         try:
             self._add_path(_absolute(Path(text)), where)
         except SourceUnavailable as error:
-            raise SourceUnavailable(f"{where}: {error.message}") from error
+            raise SourceUnavailable(f"{where}: {error.message}") from None
+        except OSError as error:
+            raise SourceUnavailable(f"{where} cannot be read: {error.strerror}; check who may read it") from None
 
     def _add_path(self, path: Path, where: str) -> None:
         kind = kind_of(path)
@@ -91,13 +97,16 @@ class Search:
         elif kind == "file":
             files = self._named(path)
             if files is None:
-                raise ConfigError(f"{where} has no suffix of a slide ({_suffixes()}), and is not DICOM")
+                raise ConfigError(f"{where} {_why_no_slide(path)}")
             self._add(files, self._root(path.parent))
         elif (glob := _split_glob(path)) is not None:
             root = self._root(glob[0])
             found = self._matching(*glob, root)
             if not found:
-                raise ConfigError(f"{where} matches no slide; check the pattern, and quote it against the shell")
+                why = "check the pattern, and quote it against the shell"
+                if glob[1].suffix in IMAGE_SUFFIXES:
+                    why = f"what it asks for is {_PLAIN_IMAGE}"
+                raise ConfigError(f"{where} matches no slide; {why}")
             self._add(found, root)
         else:
             raise ConfigError(f"{where} does not exist; check the spelling, and that its disk or share is mounted")
@@ -111,7 +120,7 @@ class Search:
                     raise ConfigError(f"one slide_key for {len(found)} slides; give each slide a row of its own")
                 self._add(found, root, row)
             except ConfigError as error:
-                raise ConfigError(f"cohort file '{path.name}': row {row.number}: {error.message}") from error
+                raise ConfigError(f"cohort file '{path.name}': row {row.number}: {error.message}") from None
 
     def _row(self, row: CohortRow, folder: Path, root: Root) -> list[Files]:
         path = _absolute(folder / row.path)
@@ -120,6 +129,9 @@ class Search:
             found = self._below(path, EVERYTHING, root)
         elif kind == "file":
             files = self._named(path)
+            if files is None and path.suffix.lower() in IMAGE_SUFFIXES:
+                self._skip(Skipped(path, "plain_image", f"{_PLAIN_IMAGE} (row {row.number} of the cohort file)"))
+                return []
             return [(path,)] if files is None else files
         elif kind == "other":
             self._skip(Skipped(path, "not_regular", "not a regular file (FIFO, socket or device)"))
@@ -129,12 +141,13 @@ class Search:
         else:
             found = self._matching(*glob, root)
         if not found:
-            self._skip(Skipped(path, "no_match", "a cohort row that matches no slide"))
+            text = f"row {row.number} of the cohort file matches no slide; check the path or pattern"
+            self._skip(Skipped(path, "no_match", text))
         return found
 
     def _root(self, default: Path) -> Root:
         path = self._fixed_root or default
-        root, real = Root(path, path.name), os.path.realpath(path)
+        root, real = Root(path, path.name), resolved(path)
         if self._labels.setdefault(root.label, real) != real:
             label = "one name" if self._hide_names else f"the name '{root.label}'"
             raise ConfigError(f"two source folders share {label}, so their keys could clash; give --root above both")
@@ -144,7 +157,7 @@ class Search:
         mpp, key = (row.mpp, row.slide_key) if row else (None, None)
         for files in found:
             slide = FoundSlide(files, root, self._relpath(files[0], root), mpp, key)
-            real = os.path.realpath(files[0])
+            real = resolved(files[0])
             known = self._slides.setdefault(real, slide)
             if known is not slide:
                 self._slides[real] = replace(
@@ -157,9 +170,9 @@ class Search:
         if path.is_relative_to(root.path):
             return path.relative_to(root.path).as_posix()
         # The same folder under another name (a linked parent) is still inside.
-        real = Path(os.path.realpath(path.parent)) / path.name
-        if real.is_relative_to(os.path.realpath(root.path)):
-            return real.relative_to(os.path.realpath(root.path)).as_posix()
+        real = Path(resolved(path.parent)) / path.name
+        if real.is_relative_to(resolved(root.path)):
+            return real.relative_to(resolved(root.path)).as_posix()
         outside = f"the path{self._shown(path)} lies outside the root{self._shown(root.path)}"
         raise ConfigError(f"{outside}; give --root above it")
 
@@ -173,16 +186,15 @@ class Search:
         self._skip(*skipped)
         parts_of = {path: companions(path) for path in paths}
         parts = {part for group in parts_of.values() for part in group}
-        suffixes = SLIDE_SUFFIXES | (IMAGE_SUFFIXES & {pattern.suffix})
         found: list[Files] = []
         dicom: list[Path] = []
         for path in paths:
             suffix = path.suffix.lower()
             if path in parts:
                 continue
-            if suffix == ".dcm" or (suffix not in suffixes and is_dicom(path)):
+            if suffix == ".dcm" or (suffix not in SLIDE_SUFFIXES and is_dicom(path)):
                 dicom.append(path)
-            elif suffix in suffixes and self._contained(path, parts_of[path], root):
+            elif suffix in SLIDE_SUFFIXES and self._contained(path, parts_of[path], root):
                 found.append((path, *parts_of[path]))
         if pattern is EVERYTHING:
             found += self._grouped(read_instance(path) for path in dicom)
@@ -199,9 +211,9 @@ class Search:
     def _named(self, path: Path) -> list[Files] | None:
         """The slide at a path given outright; None where its kind is unknown."""
         suffix = path.suffix.lower()
-        if suffix == ".dcm" or (suffix not in SLIDE_SUFFIXES | IMAGE_SUFFIXES and is_dicom(path)):
+        if suffix == ".dcm" or (suffix not in SLIDE_SUFFIXES and is_dicom(path)):
             return self._series_of(path)
-        return [(path, *companions(path))] if suffix in SLIDE_SUFFIXES | IMAGE_SUFFIXES else None
+        return [(path, *companions(path))] if suffix in SLIDE_SUFFIXES else None
 
     def _series_of(self, path: Path) -> list[Files]:
         """The DICOM series that a file belongs to, with its siblings in the same folder."""
@@ -248,7 +260,7 @@ def _agreed(first: _Value | None, second: _Value | None, column: str) -> _Value 
 def _absolute(path: Path) -> Path:
     """Absolute and without '..'; links are kept, because a folder is labelled by the name it was given."""
     path = path.absolute()
-    return Path(os.path.realpath(path)) if ".." in path.parts else path
+    return Path(resolved(path)) if ".." in path.parts else path
 
 
 def _split_glob(path: Path) -> tuple[Path, GlobPattern] | None:
@@ -259,5 +271,7 @@ def _split_glob(path: Path) -> tuple[Path, GlobPattern] | None:
     return None
 
 
-def _suffixes() -> str:
-    return " ".join(sorted(SLIDE_SUFFIXES | IMAGE_SUFFIXES))
+def _why_no_slide(path: Path) -> str:
+    if path.suffix.lower() in IMAGE_SUFFIXES:
+        return f"is {_PLAIN_IMAGE}"
+    return f"has no suffix of a slide ({' '.join(sorted(SLIDE_SUFFIXES))}), and is not DICOM"

@@ -3,10 +3,13 @@
 import csv
 import io
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -17,6 +20,7 @@ from inference.slides.keys import check_key
 COHORT_SUFFIXES = frozenset({".csv", ".parquet"})
 COLUMNS = ("path", "mpp", "slide_key")
 _MPP_RANGE = (0.05, 50.0)
+_NUMBER = re.compile(r"\+?([0-9]{1,9}(\.[0-9]{0,30})?|\.[0-9]{1,30})([eE][+-]?[0-9]{1,2})?")
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,8 @@ class CohortRow:
     """One row: a path or glob as written, the µm/px that replaces the slide's, the key that replaces the computed one.
 
     Attributes:
-        number: 1 for the first row below the header.
+        number: as a spreadsheet counts: the header of a CSV file is row 1, and a cell of several lines or an empty
+            line is one row. A Parquet file has no header row; its first row is 1.
     """
 
     number: int
@@ -53,46 +58,62 @@ def read_cohort(path: Path) -> tuple[CohortRow, ...]:
     except OSError as error:
         message = f"the cohort file '{path.name}' cannot be read: {error.strerror}"
         if source_lost(error) or isinstance(error, PermissionError):
-            raise SourceUnavailable(message) from error
-        raise ConfigError(message) from error
+            raise SourceUnavailable(message) from None
+        raise ConfigError(message) from None
     try:
         records = _csv_records(data) if path.suffix.lower() == ".csv" else _parquet_records(data)
-        return tuple(_row(number, record) for number, record in enumerate(records, start=1))
+        return tuple(_row(number, record) for number, record in records)
     except ConfigError as error:
-        raise ConfigError(f"cohort file '{path.name}': {error.message}") from error
+        raise ConfigError(f"cohort file '{path.name}': {error.message}") from None
 
 
-def _csv_records(data: bytes) -> Iterator[dict[str, object]]:
+def _csv_records(data: bytes) -> Iterator[tuple[int, dict[str, object]]]:
     try:
         text = data.decode("utf-8-sig")  # spreadsheets put a byte order mark first
-    except UnicodeDecodeError as error:
-        raise ConfigError("not UTF-8 text; save it as 'CSV UTF-8'") from error
+    except UnicodeDecodeError:
+        raise ConfigError("not UTF-8 text; save it as 'CSV UTF-8'") from None
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
         header = [name.strip() for name in next(reader, [])]
         wanted = _wanted(header)
-        number = 0
-        for cells in reader:
-            if not any(cells):  # spreadsheets leave lines of commas behind
+        for number, cells in enumerate(reader, start=2):
+            if not any(cell.strip() for cell in cells):  # spreadsheets leave lines of commas behind
                 continue
-            number += 1
             if len(cells) != len(header):
                 raise ConfigError(
                     f"row {number} has {len(cells)} cells where the header has {len(header)};"
                     " put paths that contain a comma in double quotes"
                 )
-            yield {name: cells[index] for name, index in wanted.items()}
+            yield number, {name: cells[index] for name, index in wanted.items()}
     except csv.Error as error:
-        raise ConfigError(f"not a CSV file: {error} (line {reader.line_num})") from error
+        raise ConfigError(f"not a CSV file: {error} (line {reader.line_num})") from None
 
 
-def _parquet_records(data: bytes) -> Iterator[dict[str, object]]:
+def _parquet_records(data: bytes) -> Iterator[tuple[int, dict[str, object]]]:
     try:
-        file = pq.ParquetFile(io.BytesIO(data))
-        wanted = _wanted(file.schema_arrow.names)
-        yield from file.read(columns=list(wanted)).to_pylist()
-    except (pa.ArrowException, OSError) as error:
-        raise ConfigError("not a readable Parquet file") from error
+        with pq.ParquetFile(io.BytesIO(data)) as file:
+            schema = file.schema_arrow
+            columns = list(_wanted(schema.names))
+            for name in columns:
+                _require_type(name, schema.field(name).type)
+            table = file.read(columns=columns)
+            table.validate(full=True)  # text that is no UTF-8 is read without complaint
+            yield from enumerate(table.to_pylist(), start=1)
+    except ConfigError:
+        raise
+    except (pa.ArrowException, OSError, ValueError):
+        raise ConfigError("not a readable Parquet file, or text in it is not UTF-8") from None
+
+
+def _require_type(name: str, kind: pa.DataType) -> None:
+    """Refuse a column whose values could only be misread, such as times or bytes."""
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    number = pa.types.is_integer(kind) or (name == "mpp" and (pa.types.is_floating(kind) or pa.types.is_decimal(kind)))
+    if not (text or pa.types.is_null(kind) or (number and name != "path")):
+        wanted = {"path": "text", "mpp": "a number or text", "slide_key": "text or a whole number"}[name]
+        raise ConfigError(f"the column {name} holds {kind}, not {wanted}")
 
 
 def _wanted(header: Sequence[str]) -> dict[str, int]:
@@ -116,22 +137,22 @@ def _row(number: int, record: dict[str, object]) -> CohortRow:
     try:
         return CohortRow(number, path, _mpp(record.get("mpp")), check_key(key.strip()) if key and key.strip() else None)
     except ConfigError as error:
-        raise ConfigError(f"row {number}: {error.message}") from error
+        raise ConfigError(f"row {number}: {error.message}") from None
 
 
 def _mpp(value: object) -> float | None:
     """µm/px of level 0; empty, null and a table's NaN mean that none is given."""
-    if (
-        value is None
-        or (isinstance(value, float) and math.isnan(value))
-        or (isinstance(value, str) and not value.strip())
-    ):
-        return None
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]  # any number or text
-    except (TypeError, ValueError):
-        number = math.nan
-    if not _MPP_RANGE[0] <= number <= _MPP_RANGE[1]:
+    if isinstance(value, str):
+        text = value.strip()
+        if not text:
+            return None
+        # Not all that float() takes: in another column's text or another country's, 0_5 and ١ are no resolutions.
+        number = float(text) if _NUMBER.fullmatch(text) else None
+    else:
+        number = float(value) if isinstance(value, int | float | Decimal | np.floating) else None
+        if value is None or (number is not None and math.isnan(number)):
+            return None
+    if number is None or not _MPP_RANGE[0] <= number <= _MPP_RANGE[1]:
         raise ConfigError(
             f"mpp must be a level-0 value between {_MPP_RANGE[0]:g} and {_MPP_RANGE[1]:g} µm/px, with a decimal point"
         )

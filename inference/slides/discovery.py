@@ -3,7 +3,7 @@
 A source is a slide file, a folder, a glob or a cohort file. Folders and globs yield what looks like a slide, and list
 as skipped what was left out for a reason worth knowing. A cohort row is a promise: a file that is missing or of an
 unknown kind stays in the inventory and fails, visibly, when it is opened; only what can never be a slide (a FIFO, other
-DICOM, a glob without a match) is skipped.
+DICOM, a plain image, a glob without a match) is skipped.
 """
 
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ from pathlib import Path
 
 from inference.errors import ConfigError
 from inference.slides._files import Skipped
-from inference.slides._search import IMAGE_SUFFIXES, SLIDE_SUFFIXES, FoundSlide, Search
+from inference.slides._search import SLIDE_SUFFIXES, FoundSlide, Search
 from inference.slides.keys import hidden_key, slide_key
 
-__all__ = ["IMAGE_SUFFIXES", "SLIDE_SUFFIXES", "Inventory", "Skipped", "SlideRef", "discover"]
+__all__ = ["SLIDE_SUFFIXES", "Inventory", "Skipped", "SlideRef", "discover"]
 
 
 @dataclass(frozen=True, repr=False)

@@ -123,6 +123,17 @@ def disk_errors(path: Path) -> Iterator[None]:
             raise
 
 
+def is_disk_full(error: BaseException) -> bool:
+    """Whether no space, no inodes or a quota lies behind an error, also where a compiler says so in words."""
+    seen: BaseException | None = error
+    while seen is not None:
+        said = any(os.strerror(number) in str(seen) for number in (errno.ENOSPC, errno.EDQUOT))
+        if said or (isinstance(seen, OSError) and seen.errno in _FULL):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
 def remove_tree(path: Path) -> None:
     """Delete a folder that may not be there."""
     with contextlib.suppress(FileNotFoundError):

@@ -31,10 +31,36 @@ from tests.inference.store.mounts import fill, tmpfs
         ({"min_tissue": 1.5}, "between 0 and 1"),
         ({"min_tissue": float("nan")}, "between 0 and 1"),
         ({"max_failed_share": -0.1}, "between 0 and 1"),
-        ({"batch_size": 0}, "start at 1"),
-        ({"readers": 0}, "start at 1"),
-        ({"max_failed_tiles": -1}, "at 0"),
-        ({"threshold": float("nan")}, "must be numbers"),
+        ({"min_tissue": "0.5"}, "min_tissue is '0.5': give a number between 0 and 1"),
+        ({"min_tissue": True}, "min_tissue is True"),
+        ({"max_failed_share": None}, "max_failed_share is None"),
+        ({"mpp": "0.5"}, "no µm/px"),
+        ({"mpp": True}, "no µm/px"),
+        ({"mpp": float("inf")}, "no µm/px"),
+        ({"batch_size": 0}, "batch_size is 0: give a whole number, 1 or more"),
+        ({"batch_size": 2.5}, "batch_size is 2.5"),
+        ({"batch_size": 2.0}, "batch_size is 2.0"),
+        ({"batch_size": True}, "batch_size is True"),
+        ({"batch_size": "8"}, "batch_size is '8'"),
+        ({"batch_size": float("nan")}, "batch_size is nan"),
+        ({"batch_size": None}, "batch_size is None"),
+        ({"readers": 0}, "readers is 0: give a whole number, 1 or more"),
+        ({"readers": 1.5}, "readers is 1.5"),
+        ({"top_k": 0}, "top_k is 0"),
+        ({"top_k": False}, "top_k is False"),
+        ({"max_failed_tiles": -1}, "max_failed_tiles is -1: give a whole number, 0 or more"),
+        ({"max_failed_tiles": 1.5}, "max_failed_tiles is 1.5"),
+        ({"threshold": float("nan")}, "threshold is nan: give a number"),
+        ({"threshold": float("-inf")}, "threshold is -inf"),
+        ({"threshold": 10**400}, "threshold is 1000"),
+        ({"threshold": "x"}, "threshold is 'x'"),
+        ({"lock_wait_s": -1}, "lock_wait_s is -1: give a number"),
+        ({"lock_wait_s": float("nan")}, "lock_wait_s is nan"),
+        ({"lock_wait_s": float("inf")}, "lock_wait_s is inf"),
+        ({"allow_upsampling": 1}, "allow_upsampling is 1: give True or False"),
+        ({"allow_upsampling": "no"}, "allow_upsampling is 'no'"),
+        ({"device": None}, "None is no device"),
+        ({"device": 0}, "0 is no device"),
         ({"device": "gpu"}, "'gpu' is no device: give cpu, cuda, cuda:1 or mps"),
         ({"device": "cuda:x"}, "no device"),
     ],
@@ -43,6 +69,14 @@ from tests.inference.store.mounts import fill, tmpfs
 def test_settings_that_cannot_be_meant_are_refused_with_what_would_do(wrong: dict[str, object], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         Settings(**wrong)  # type: ignore[arg-type]
+
+
+def test_settings_that_mean_the_same_are_the_same_whatever_they_were_written_as() -> None:
+    whole = Settings(mpp=1, min_tissue=0, max_failed_share=1, threshold=0, lock_wait_s=3)
+    assert [str(v) for v in (whole.mpp, whole.min_tissue, whole.max_failed_share)] == ["1.0", "0.0", "1.0"]
+    assert repr(whole) == repr(
+        Settings(mpp=1.0, min_tissue=-0.0, max_failed_share=1.0, threshold=-0.0, lock_wait_s=3.0)
+    )
 
 
 @pytest.mark.parametrize(("planned", "allowed"), [(0, 16), (100, 16), (320, 16), (340, 17), (100_000, 5000)])

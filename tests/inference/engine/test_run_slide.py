@@ -6,7 +6,8 @@ import pytest
 
 from inference.engine.inventory import read_inventory
 from inference.engine.run import run_slide
-from inference.errors import ConfigError
+from inference.engine.settings import Settings
+from inference.errors import ConfigError, UnknownModel
 from inference.models.registry import Checkpoint
 from inference.store.store import Store
 from tests.inference.engine.runs import contents
@@ -55,3 +56,20 @@ def test_a_slide_that_was_moved_or_copied_is_the_same_one(tmp_path: Path, demo_c
     assert [ref.path for ref in read_inventory(Store(out)).values()] == [moved]
     moved.write_bytes(write_slide(tmp_path / "new.svs", section(2, 3, seed=5)).read_bytes())
     assert not run_slide(moved, model, out).reused, "changed where it lies: the same slide, with new content"
+
+
+def test_what_cannot_run_is_refused_before_a_store_is_made_and_under_a_secret_without_the_path(
+    tmp_path: Path, demo_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slide = write_slide(tmp_path / "in" / "ACC-777.svs", section(2, 3))
+    model, out = demo_checkpoint.path, tmp_path / "out"
+    with pytest.raises(ConfigError, match="takes batches of 1 to 4096 tiles, not 10000"):
+        run_slide(slide, str(model), out, settings=Settings(batch_size=10_000))
+    with pytest.raises(UnknownModel):
+        run_slide(slide, "no-such-model", out)
+    monkeypatch.setenv("SLIDE_KEY_SECRET", "a secret")
+    (tmp_path / "ACC-778").mkdir()
+    with pytest.raises(ConfigError, match=r"^the path names 0 slides") as caught:
+        run_slide(tmp_path / "ACC-778", str(model), out)
+    assert "ACC" not in caught.value.message
+    assert not out.exists()

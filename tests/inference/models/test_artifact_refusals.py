@@ -13,6 +13,7 @@ from inference.errors import ArtifactRefused, ConfigError, UnknownModel
 from inference.models.artifact import cpu_features, hash_regular_file, load_manifest, manifest_path
 from inference.models.registry import Checkpoint
 from inference.models.runtime import TorchRuntime
+from tests.inference.store.mounts import fill, tmpfs
 
 
 @pytest.fixture
@@ -196,12 +197,34 @@ def test_what_is_loaded_is_what_was_hashed_even_if_the_file_is_swapped_in_betwee
 def test_no_copy_is_left_behind(tiny: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = tmp_path / "temporary"
     place.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(place))
+    monkeypatch.setenv("TMPDIR", str(place))
     _load(tiny.path)
     _flip(tiny.path, 10)
     with pytest.raises(ArtifactRefused):
         _load(tiny.path)
     assert list(place.iterdir()) == []
+
+
+@pytest.mark.parametrize("leave", [0, 1 << 20, 3 << 20])
+def test_a_temporary_folder_without_room_is_named_with_what_is_needed_and_left_empty(
+    demo: Checkpoint, loaded: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leave: int
+) -> None:
+    with tmpfs(tmp_path / "disk", "size=8m") as disk:
+        monkeypatch.setenv("TMPDIR", str(disk))
+        full = fill(disk, leave)
+        with pytest.raises(ConfigError, match=rf"{disk}.*; point TMPDIR to a folder with room") as caught:
+            _load(demo.path)
+        assert "demo.pt2" in caught.value.message
+        assert loaded == []
+        assert list(disk.iterdir()) == [full]
+        full.unlink()
+        assert _load(demo.path).kind == demo.manifest.format
+
+
+def test_a_temporary_folder_that_does_not_exist_is_named(tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", "/nowhere/tmp")
+    with pytest.raises(ConfigError, match=r"tiny\.pt2 cannot be copied to /nowhere/tmp: No such file or directory"):
+        _load(tiny.path)
 
 
 def test_a_pinned_file_that_no_loader_understands_is_refused(tiny: Checkpoint) -> None:

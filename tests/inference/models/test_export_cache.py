@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -21,6 +22,9 @@ from inference.models.export import export_model, has_cpp_compiler, weights_sha2
 from inference.models.registry import Checkpoint
 from inference.models.runtime import TorchRuntime
 from inference.models.spec import ModelSpec
+from tests.inference.engine.tiny_slides import section, write_slide
+from tests.inference.models.conftest import TinyNet, tiny_spec
+from tests.inference.store.mounts import fill, tmpfs
 
 Export = Callable[..., Path]
 
@@ -125,6 +129,59 @@ def test_a_compiler_that_fails_is_a_config_error_that_names_the_way_out(
     ):
         export_model(_HalfPrecision(), _half_spec(demo_checkpoint.manifest.spec), tmp_path, source_sha256="0" * 64)
     assert [p.suffix for p in tmp_path.iterdir()] == [".lock"]
+
+
+FULL = "No space left on device; set SLIDE_MODEL_CACHE to a folder with room"
+
+
+@pytest.mark.parametrize("leave", [0, 4096, 12288])
+def test_a_cache_that_is_full_is_a_config_error_and_keeps_nothing_of_the_export(
+    no_compiler: None, tmp_path: Path, leave: int
+) -> None:
+    with tmpfs(tmp_path / "disk", "size=2m") as disk:
+        cache = disk / "cache"
+        cache.mkdir()
+        full = fill(disk, leave)
+        with pytest.raises(ConfigError, match=f"models cannot be exported to {cache}: {FULL}"):
+            export_model(TinyNet(), tiny_spec(), cache, source_sha256="0" * 64)
+        assert [path.suffix for path in cache.iterdir()] in ([], [".lock"])
+        full.unlink()
+        checkpoint = export_model(TinyNet(), tiny_spec(), cache, source_sha256="0" * 64)
+        verify_artifact(checkpoint, load_manifest(checkpoint), "cpu")
+
+
+def _run_demo(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    write_slide(tmp_path / "slides" / "a.svs", section(2, 3))
+    clean = {name: value for name, value in os.environ.items() if name not in ("SLIDE_MODELS", "SLIDE_KEY_SECRET")}
+    command = [sys.executable, "-m", "inference.cli", "run", tmp_path / "slides", "--model", "demo"]
+    return subprocess.run(
+        [*map(str, command), "--out", str(tmp_path / "out")], env=clean | environment, capture_output=True, text=True,
+        timeout=100, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_cpp_compiler(), reason="no C++ compiler")
+def test_a_full_cache_ends_a_compiled_export_in_one_line_and_not_in_an_abort(tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "disk", "size=100k") as disk:
+        ended = _run_demo(tmp_path, SLIDE_MODEL_CACHE=str(disk))
+        assert (ended.returncode, ended.stdout) == (2, "")
+        assert ended.stderr == f"error: models cannot be exported to {disk}: {FULL}\n"
+        assert [path.suffix for path in disk.iterdir()] == [".lock"]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_cpp_compiler(), reason="no C++ compiler")
+def test_a_full_temporary_folder_ends_a_compiled_export_in_one_line_that_names_it(tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "disk", "size=100k") as disk:
+        ended = _run_demo(tmp_path, SLIDE_MODEL_CACHE=str(tmp_path / "cache"), TMPDIR=str(disk))
+        assert ended.returncode == 2
+        assert re.fullmatch(
+            rf"error: compiling failed: no space is left in {disk}\S*; free some, or point TMPDIR to a folder .*\n",
+            ended.stderr,
+        )
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
 @pytest.mark.parametrize(

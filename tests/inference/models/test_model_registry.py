@@ -39,6 +39,30 @@ def test_a_name_is_found_in_a_folder_of_slide_models(
     assert resolve_model("tiny").path == expected
 
 
+@pytest.mark.parametrize("others", ["", ":first", "first:", "first::"])
+def test_a_place_with_a_colon_in_its_name_is_one_place(
+    tiny: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: str
+) -> None:
+    expected = _place(tiny, tmp_path / "site:1" / "tiny.pt2")
+    (tmp_path / "first").mkdir()
+    monkeypatch.chdir(tmp_path)
+    listed = f"{others}site:1" if others.endswith(":") else f"site:1{others}"
+    monkeypatch.setenv("SLIDE_MODELS", listed)
+    assert resolve_model("tiny").path == expected.relative_to(tmp_path)
+    monkeypatch.setenv("SLIDE_MODELS", f"{listed}:gone")
+    with pytest.raises(ConfigError, match="SLIDE_MODELS names gone, which does not exist"):
+        resolve_model("tiny")
+
+
+def test_a_list_of_places_longer_than_a_path_may_be_is_a_list(
+    tiny: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = _place(tiny, tmp_path / "models" / "tiny.pt2")
+    (tmp_path / "first").mkdir()
+    monkeypatch.setenv("SLIDE_MODELS", ":".join([str(tmp_path / "first")] * 200 + [str(tmp_path / "models")]))
+    assert resolve_model("tiny").path == expected
+
+
 def test_a_name_is_found_among_the_files_of_slide_models(tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLIDE_MODELS", str(tiny.path))
     assert resolve_model("tiny").path == tiny.path

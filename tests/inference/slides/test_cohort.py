@@ -2,6 +2,7 @@
 
 import math
 import os
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow as pa
@@ -27,9 +28,9 @@ def _parquet(folder: Path, columns: dict[str, list[object]]) -> Path:
 def test_rows_come_in_file_order_with_their_overrides(tmp_path: Path) -> None:
     text = 'patient,path,mpp,slide_key\nDoe,b.svs,0.25,B1\nRoe,"a, old.svs", ,\nPoe,sub/*.ndpi,0.5,\n'
     assert read_cohort(_csv(tmp_path, text)) == (
-        CohortRow(1, "b.svs", 0.25, "B1"),
-        CohortRow(2, "a, old.svs", None, None),
-        CohortRow(3, "sub/*.ndpi", 0.5, None),
+        CohortRow(2, "b.svs", 0.25, "B1"),
+        CohortRow(3, "a, old.svs", None, None),
+        CohortRow(4, "sub/*.ndpi", 0.5, None),
     )
 
 
@@ -54,7 +55,7 @@ def test_whole_number_keys_of_a_parquet_cohort_become_text(tmp_path: Path) -> No
 
 def test_what_spreadsheets_add_is_tolerated(tmp_path: Path) -> None:
     rows = read_cohort(_csv(tmp_path, b"\xef\xbb\xbf path ,mpp\r\na b.svs,0.5\r\n,\r\n\r\nc.svs,\r\n"))
-    assert rows == (CohortRow(1, "a b.svs", 0.5, None), CohortRow(2, "c.svs", None, None))
+    assert rows == (CohortRow(2, "a b.svs", 0.5, None), CohortRow(5, "c.svs", None, None))
 
 
 def test_a_quoted_path_may_hold_a_line_break(tmp_path: Path) -> None:
@@ -68,27 +69,96 @@ def test_a_quoted_path_may_hold_a_line_break(tmp_path: Path) -> None:
         ("file,mpp\na.svs,1\n", "no column named 'path'"),
         ("path;mpp\na.svs;0,5\n", "no column named 'path'"),
         ("path,path\na,b\n", "more than once"),
-        ("path,mpp\na, b.svs,0.5\n", "row 1 has 3 cells"),
-        ("path,mpp\na.svs\n", "row 1 has 1 cells"),
-        ("path,mpp\na.svs,0.5\n,0.5\n", "row 2: the path is empty"),
-        ("path,mpp\na.svs,wide\n", "row 1: mpp"),
-        ("path,mpp\na.svs,0\n", "row 1: mpp"),
-        ("path,mpp\na.svs,-0.5\n", "row 1: mpp"),
-        ("path,mpp\na.svs,inf\n", "row 1: mpp"),
-        ("path,mpp\na.svs,nan\n", "row 1: mpp"),
-        ("path,mpp\na.svs,51\n", "row 1: mpp"),
-        ('path,mpp\na.svs,"0,5"\n', "row 1: mpp"),
-        ("path,slide_key\na.svs,../up\n", "row 1: a slide key"),
-        ("path,slide_key\na.svs,has space\n", "row 1: a slide key"),
+        ("path,mpp\na, b.svs,0.5\n", "row 2 has 3 cells"),
+        ("path,mpp\na.svs\n", "row 2 has 1 cells"),
+        ("path,mpp\na.svs,0.5\n,0.5\n", "row 3: the path is empty"),
+        ("path,mpp\na.svs,wide\n", "row 2: mpp"),
+        ("path,mpp\na.svs,0\n", "row 2: mpp"),
+        ("path,mpp\na.svs,-0.5\n", "row 2: mpp"),
+        ("path,mpp\na.svs,inf\n", "row 2: mpp"),
+        ("path,mpp\na.svs,nan\n", "row 2: mpp"),
+        ("path,mpp\na.svs,0_1.0_5\n", "row 2: mpp"),
+        ("path,mpp\na.svs,١\n", "row 2: mpp"),
+        ("path,mpp\na.svs,0x1p-2\n", "row 2: mpp"),
+        ("path,mpp\na.svs,1e999999999\n", "row 2: mpp"),
+        ('path,mpp\n"a\nb.svs",0.5\n\n,,\n \nc.svs,wide\n', "row 5 has 3 cells|row 6: mpp"),
+        ("path,mpp\na.svs,51\n", "row 2: mpp"),
+        ('path,mpp\na.svs,"0,5"\n', "row 2: mpp"),
+        ("path,slide_key\na.svs,../up\n", "row 2: a slide key"),
+        ("path,slide_key\na.svs,has space\n", "row 2: a slide key"),
         ('path\n"open quote\n', "not a CSV file"),
         (b"path\n\xff.svs\n", "UTF-8"),
-        ("path\na\0b.svs\n", "row 1"),
+        ("path\na\0b.svs\n", "row 2"),
     ],
 )
 def test_a_csv_mistake_is_told_with_file_and_row(tmp_path: Path, text: str | bytes, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem) as caught:
         read_cohort(_csv(tmp_path, text))
     assert "cohort.csv" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "row"),
+    [
+        ("path,mpp\nbad.svs,x\n", 2),
+        ("path,mpp\na.svs,1\nbad.svs,x\n", 3),
+        ("path,mpp\n\n,\n , \nbad.svs,x\n", 5),
+        ('path,mpp\n"a\n\nb.svs",1\nbad.svs,x\n', 3),
+        ("path,mpp\r\na.svs,1\r\n\r\nbad.svs,x\r\n", 4),
+    ],
+)
+def test_a_row_is_counted_as_a_spreadsheet_shows_it(tmp_path: Path, text: str, row: int) -> None:
+    with pytest.raises(ConfigError, match=rf"cohort\.csv': row {row}: mpp"):
+        read_cohort(_csv(tmp_path, text))
+
+
+@pytest.mark.parametrize(("text", "mpp"), [("0.25", 0.25), ("+.5", 0.5), ("1.", 1.0), ("2.5e-1", 0.25), (" 1 ", 1.0)])
+def test_the_usual_ways_to_write_a_number_are_taken(tmp_path: Path, text: str, mpp: float) -> None:
+    assert read_cohort(_csv(tmp_path, f"path,mpp\na.svs,{text}\n"))[0].mpp == mpp
+
+
+@pytest.mark.parametrize(
+    ("column", "says"),
+    [
+        ({"mpp": pa.array([10**18 + 1], pa.timestamp("ns"))}, "the column mpp holds timestamp"),
+        ({"mpp": pa.array([0], pa.timestamp("us", tz="Nowhere/City"))}, "the column mpp holds timestamp"),
+        ({"mpp": pa.array([[0.5]])}, "the column mpp holds list<"),
+        ({"mpp": pa.array([b"0.5"])}, "the column mpp holds binary, not a number or text"),
+        ({"mpp": pa.array([True])}, "the column mpp holds bool"),
+        ({"path": pa.array([b"a.svs"])}, "the column path holds binary, not text"),
+        ({"path": pa.array([{"path": "a.svs"}])}, "the column path holds struct<"),
+        ({"slide_key": pa.array([1.5])}, "the column slide_key holds double, not text or a whole number"),
+        ({"path": pa.array([b"\xff.svs"]).view(pa.string())}, "not UTF-8"),
+        ({"slide_key": pa.array([b"\xff"]).view(pa.string())}, "not UTF-8"),
+    ],
+    ids=str,
+)
+def test_a_parquet_column_of_another_type_or_with_broken_text_is_refused_in_one_line(
+    tmp_path: Path, column: dict[str, pa.Array], says: str
+) -> None:
+    pq.write_table(pa.table({"path": pa.array(["a.svs"])} | column), tmp_path / "cohort.parquet")
+    with pytest.raises(ConfigError, match=f"cohort file 'cohort.parquet': .*{says}") as caught:
+        read_cohort(tmp_path / "cohort.parquet")
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "mpp",
+    [
+        pa.array([Decimal("0.25"), None]),
+        pa.array([0.25, math.nan], pa.float16()),
+        pa.array([0.25, None], pa.float32()),
+        pa.array(["0.25", ""]).dictionary_encode(),
+        pa.array(["0.25", None], pa.large_string()),
+    ],
+    ids=lambda array: str(array.type),
+)
+def test_every_kind_of_number_and_text_is_read_from_parquet(tmp_path: Path, mpp: pa.Array) -> None:
+    path = pa.array(["a.svs", "b.svs"], pa.large_string()).dictionary_encode()
+    pq.write_table(
+        pa.table({"path": path, "mpp": mpp, "other": pa.array([0, 1], pa.time64("ns"))}), tmp_path / "c.parquet"
+    )
+    assert read_cohort(tmp_path / "c.parquet") == (CohortRow(1, "a.svs", 0.25, None), CohortRow(2, "b.svs", None, None))
 
 
 @pytest.mark.parametrize(

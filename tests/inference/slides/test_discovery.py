@@ -4,8 +4,10 @@ import errno
 import os
 import re
 import socket
+import tempfile
+import traceback
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -215,15 +217,20 @@ def test_a_lone_file_is_relative_to_its_parent(tmp_path: Path) -> None:
     assert (slide.root_label, slide.relpath, slide.key) == ("run 1", "a.svs", slide_key("run 1", "a.svs"))
 
 
-@pytest.mark.parametrize("name", ["a.png", "a.JPG", "a.jpeg"])
-def test_an_image_is_taken_only_where_it_is_named(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["a.png", "a.JPG", "a.jpeg", "a.webp"])
+def test_a_plain_image_is_no_slide_and_where_it_is_named_the_way_out_is_told(tmp_path: Path, name: str) -> None:
     path = _touch(tmp_path / name)
-    cohort = _cohort(tmp_path / "cohort.csv", "path", name)
-    assert _paths(discover([tmp_path])) == []
-    with pytest.raises(ConfigError, match="matches no slide"):
+    assert discover([tmp_path]) == Inventory((), ())
+    with pytest.raises(ConfigError, match="matches no slide; check the pattern"):
         discover([f"{tmp_path}/*"])
-    for source in (path, cohort, f"{tmp_path}/*{path.suffix}"):
-        assert _paths(discover([source])) == [name]
+    for source in (path, f"{tmp_path}/*{path.suffix}"):
+        with pytest.raises(ConfigError, match="is a plain image, which no slide reader opens; save it as a tiled TIFF"):
+            discover([source])
+    _touch(tmp_path / "b.svs")
+    result = discover([_cohort(tmp_path / "cohort.csv", "path", "b.svs", name)])
+    assert _paths(result) == ["b.svs"]
+    assert [(item.path.name, item.code) for item in result.skipped] == [(name, "plain_image")]
+    assert result.skipped[0].reason.endswith("(row 3 of the cohort file)")
 
 
 def test_a_named_link_is_trusted_wherever_it_leads(tmp_path: Path) -> None:
@@ -328,6 +335,9 @@ def test_a_row_of_unknown_kind_stays_and_a_fifo_or_an_unmatched_glob_is_skipped(
     result = discover([_cohort(tmp_path / "cohort.csv", "path", "notes.txt", "pipe.svs", "none*.svs")])
     assert _paths(result) == ["notes.txt"]
     assert _codes(result) == {"pipe.svs": "not_regular", "none*.svs": "no_match"}
+    assert [item.reason for item in result.skipped if item.code == "no_match"] == [
+        "row 4 of the cohort file matches no slide; check the path or pattern"
+    ]
 
 
 def test_a_slide_key_column_overrides_the_computed_key(tmp_path: Path) -> None:
@@ -349,11 +359,11 @@ def test_what_a_cohort_gives_applies_also_where_a_folder_found_the_slide_first(t
     [
         (["a.svs,,one", "b.svs,,one"], "two slides share the key one: 'a.svs' and 'b.svs'"),
         (["a.svs,,One", "b.svs,,one"], "two slides share the key one"),
-        (["*.svs,,one"], "row 1: one slide_key for 2 slides"),
-        (["a.svs,0.5,", "a.svs,0.25,"], "row 2: the same slide was given another mpp"),
-        (["*.svs,0.5,", "b.svs,,x", "b.svs,,y"], "row 3: the same slide was given another slide_key"),
-        (["a.svs,,", "../b.svs,,"], "row 2: the path .* lies outside the root .* --root"),
-        (["/elsewhere/b.svs,,"], "row 1: the path .* lies outside the root .* --root"),
+        (["*.svs,,one"], "row 2: one slide_key for 2 slides"),
+        (["a.svs,0.5,", "a.svs,0.25,"], "row 3: the same slide was given another mpp"),
+        (["*.svs,0.5,", "b.svs,,x", "b.svs,,y"], "row 4: the same slide was given another slide_key"),
+        (["a.svs,,", "../b.svs,,"], "row 3: the path .* lies outside the root .* --root"),
+        (["/elsewhere/b.svs,,"], "row 2: the path .* lies outside the root .* --root"),
     ],
 )
 def test_a_cohort_that_contradicts_itself_or_leaves_its_folder_is_refused(
@@ -453,6 +463,45 @@ def test_under_a_secret_no_error_names_a_file(tmp_path: Path) -> None:
         assert "S21" not in str(caught.value) + repr(caught.value.fields)
 
 
+def told(error: BaseException) -> str:
+    """All that a log would show of an error: its text, and the causes and contexts that are not suppressed."""
+    return "".join(line for line in traceback.format_exception(error) if not line.startswith("  File "))
+
+
+def test_under_a_secret_no_cause_of_an_error_names_a_file(
+    tmp_path: Path, failing_scandir: Callable[[Path, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "S21-1"
+    _touch(folder / "S21-1.svs", folder / "S21-1.mrxs", folder / "S21-1" / "S21-1.dat")
+    loop = folder / "S21-loop.csv"
+    loop.symlink_to(loop)
+    os.mkfifo(folder / "S21-pipe.csv")
+    bad = _cohort(folder / "S21-bad.csv", "path,mpp", "S21-1.svs,x")
+    sources: list[Path] = [loop, folder / "S21-pipe.csv", bad, folder / ("S21" * 100), folder / "S21-1.svs" / "S21"]
+    for source in sources:
+        with pytest.raises(ConfigError) as refused:
+            discover([source], secret=SECRET)
+        assert "S21-1" not in told(refused.value)
+    for lost in (folder, folder / "S21-1"):
+        failing_scandir(lost, errno.EIO)
+        with pytest.raises(SourceUnavailable) as caught:
+            discover([folder], secret=SECRET)
+        assert "S21" not in told(caught.value)
+    real = os.path.realpath
+
+    def realpath(path: Path | str, *, strict: bool = False) -> str:
+        if strict:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return real(path)
+
+    monkeypatch.setattr("inference.slides._files.os.path.realpath", realpath)
+    _touch(folder / "x" / "S21-1.bin", folder / "y" / "S21-1.dcm", folder / "z" / "S21-1.vms", folder / "S21-2.csv")
+    for source in (folder / "x", folder / "y", folder / "z", folder / "S21-2.csv"):
+        with pytest.raises(SourceUnavailable) as caught:
+            discover([source], secret=SECRET)
+        assert "S21-1" not in told(caught.value)
+
+
 # Folders that cannot be read
 
 
@@ -504,6 +553,53 @@ def test_a_subfolder_that_vanishes_during_the_walk_is_as_if_never_there(
     failing_scandir(tmp_path / "b", errno.ENOENT)
     result = discover([tmp_path])
     assert (_paths(result), result.skipped) == (["a.svs"], ())
+
+
+@pytest.fixture
+def as_nobody() -> Iterator[None]:
+    """Without the right to read everything, as root has it."""
+    if os.geteuid():
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder anyone may enter."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+def test_folders_and_links_closed_to_the_user_cost_no_other_slide(
+    open_folder: Path, request: pytest.FixtureRequest
+) -> None:
+    _touch(*(open_folder / name for name in ("a.svs", "closed/b.svs", "c.mrxs", "c/d.dat", "seen/e.svs")))
+    (open_folder / "link.svs").symlink_to(open_folder / "closed" / "b.svs")
+    for name in ("closed", "c"):
+        (open_folder / name).chmod(0)
+    (open_folder / "seen").chmod(0o444)  # may be listed, not entered
+    request.getfixturevalue("as_nobody")
+    result = discover([open_folder])
+    assert _paths(result) == ["a.svs", "c.mrxs", "link.svs", "seen/e.svs"]  # what does not open will say so
+    assert _codes(result)["closed"] == "unreadable_folder"
+    for source in (open_folder / "closed", open_folder / "closed" / "b.svs"):
+        with pytest.raises(SourceUnavailable, match="permission"):
+            discover([source])
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc")
+@pytest.mark.parametrize("source", ["/proc", "/proc/self", "/proc/1", "/proc/1/cwd", "/sys/kernel", "/dev"])
+def test_the_systems_own_folders_end_in_an_inventory_or_a_typed_error(source: str) -> None:
+    try:
+        assert discover([source]).slides == ()
+    except (SourceUnavailable, ConfigError) as error:
+        assert source in error.message  # noqa: PT017 - either is right
 
 
 # Real data

@@ -2,6 +2,7 @@
 
 import json
 import os
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -238,6 +239,37 @@ def test_a_fifo_in_place_of_a_file_is_refused_at_once(tmp_path: Path) -> None:
             ask()
 
 
+def test_a_fifo_in_place_of_a_companion_is_refused_at_once(tmp_path: Path) -> None:
+    ref = _slide(tmp_path, b"main", parts={"a.dat": b"1"})
+    ref.files[1].unlink()
+    os.mkfifo(ref.files[1])
+    for ask in (lambda: stamp(ref), lambda: slide_identity(ref, None)):
+        with pytest.raises(UnreadableSlide, match="file 2 of 2: not a regular file"):
+            ask()
+    assert discover([ref.path]).slides[0].files == (ref.path,)
+
+
+def test_a_fifo_put_there_between_the_look_and_the_opening_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ref = _slide(tmp_path, b"main")
+    real, looks = os.lstat, []
+
+    def lstat(path: str) -> os.stat_result:
+        status = real(path)
+        if str(path) == str(ref.path):
+            looks.append(path)
+            if len(looks) == 2:  # the first is that of resolving links
+                ref.path.unlink()
+                os.mkfifo(ref.path)
+        return status
+
+    monkeypatch.setattr("inference.slides._files.os.lstat", lstat)
+    with pytest.raises(UnreadableSlide, match="not a regular file"):
+        slide_identity(ref, None)
+    assert len(looks) == 2
+
+
 def test_a_lost_root_is_the_fault_of_the_source_and_not_of_the_slide(tmp_path: Path) -> None:
     ref = _slide(tmp_path / "mount", b"main")
     (tmp_path / "mount").rename(tmp_path / "gone")
@@ -255,9 +287,19 @@ def test_under_a_secret_neither_record_nor_error_tells_a_name(tmp_path: Path) ->
     assert same_content(again, ref, "q")
     assert again.to_json(hidden=False) == recorded
     ref.files[1].unlink()
-    with pytest.raises(UnreadableSlide) as caught:
+    for ask in (lambda: stamp(ref), lambda: slide_identity(ref, None)):
+        with pytest.raises(UnreadableSlide) as caught:
+            ask()
+        assert "S21" not in _told(caught.value)
+    ref.path.parent.rename(tmp_path.with_name("S21-moved"))
+    with pytest.raises(SourceUnavailable) as lost:
         stamp(ref)
-    assert "S21" not in str(caught.value)
+    assert "S21" not in _told(lost.value)
+
+
+def _told(error: BaseException) -> str:
+    """All that a log would show of an error: its text, and the causes and contexts that are not suppressed."""
+    return "".join(line for line in traceback.format_exception(error) if not line.startswith("  File "))
 
 
 STAMPS = st.builds(FileStamp, st.text(min_size=1), st.integers(0), st.integers())
