@@ -1,9 +1,8 @@
 """The command `slide-inference`: the whole job without Dagster."""
 
-import logging
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -21,21 +20,32 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from inference.console import complain, log_in_lines, text_path
 from inference.engine.chain import Chain, SlideOutcome, SlideStatus
-from inference.engine.inventory import write_inventory
+from inference.engine.inventory import read_inventory, write_inventory
+from inference.engine.model import require_usable
 from inference.engine.report import write_cohort_report
 from inference.engine.run import find_slides
 from inference.engine.settings import Settings, Stage
-from inference.errors import Broken, CallerError, ConfigError, InferenceError, StoreError, StoreFull
+from inference.errors import ArtifactRefused, Broken, CallerError, ConfigError, InferenceError, StoreError, StoreFull
+from inference.interrupts import Interrupted, StopRequest
 from inference.models.registry import registered_models, resolve_model
 from inference.slides.discovery import Inventory, printable
 from inference.store.store import Store
 
 OK, FAILED, BAD_USAGE = 0, 1, 2
 
-STYLE: dict[SlideStatus, str] = {"ok": "green", "ok with failures": "yellow", "empty": "dim", "failed": "bold red"}
+STYLE: dict[SlideStatus, str] = {
+    "ok": "green",
+    "ok with failures": "yellow",
+    "empty": "dim",
+    "busy": "yellow",
+    "failed": "bold red",
+}
 LABEL_WIDTH = max(map(len, STYLE)) + 2
 MAX_NAME_WIDTH = 48
+
+MPP_HELP = "Level-0 µm/px, used only for slides that state none; a cohort file's mpp column overrides both."
 
 app = typer.Typer(
     name="slide-inference",
@@ -67,8 +77,8 @@ def _root(
 def run(
     slides: Annotated[list[str], typer.Argument(help="Slides, folders, globs or a cohort file (.csv, .parquet).")],
     model: Annotated[str, typer.Option(help="Path of a .pt2 checkpoint, or a registered name such as demo.")],
-    out: Annotated[Path, typer.Option(help="Folder for results; finished ones in it are reused.")],
-    mpp: Annotated[float | None, typer.Option(help="Level-0 µm/px for slides that do not state it.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for results; finished ones are reused, report.html shows all.")],
+    mpp: Annotated[float | None, typer.Option(help=MPP_HELP)] = None,
     allow_upsampling: Annotated[
         bool, typer.Option("--allow-upsampling", help="Also run slides coarser than the model needs.")
     ] = False,
@@ -79,27 +89,20 @@ def run(
 ) -> None:
     """Tile, embed, predict, aggregate and draw every slide.
 
-    Exit code 0 if all went well (failed tiles within the budget included), 1 if a slide failed, 2 for bad usage.
+    Exit code 0 if all went well (failed tiles within the budget included), 1 if a slide failed or another process is at
+    work on it, 2 for bad usage, 130 or 143 if interrupted; what is finished is kept.
     """
-    # Settings, slides and model are looked at before anything is created.
     settings = Settings(
         mpp=mpp, allow_upsampling=allow_upsampling, min_tissue=min_tissue, batch_size=batch_size, device=device
     )
-    inventory = find_slides(slides, root=root)
-    checkpoint = resolve_model(model)
-    counts: Counter[SlideStatus] = Counter()
-    with Chain(_open_store(out), [checkpoint], settings) as chain:
-        write_inventory(chain.store, inventory.slides, keep=True)
-        try:
-            for outcome in _run_all(chain, inventory):
-                counts[outcome.status] += 1
-        except Broken as error:
-            _complain(f"stopped after {counts.total()} of {len(inventory.slides)} slides: {error.message}")
-            raise typer.Exit(FAILED) from error
-        report = out / "report.html"
-        write_cohort_report(report, "Slide report", chain, inventory.slides)
-    _summarise(counts, inventory, report)
-    raise typer.Exit(FAILED if counts["failed"] else OK)
+    tally, stop = _Tally(), StopRequest()
+    try:
+        with stop:
+            _run(slides, root, model, text_path("--out", out), settings, tally, stop)
+    except Interrupted:
+        complain(f"interrupted{tally.so_far}; run the same command again to continue")
+    # Outside: with the last traceback the model goes, which must not outlive the interpreter.
+    raise typer.Exit(stop.exit_code or tally.exit_code)
 
 
 @app.command()
@@ -109,6 +112,47 @@ def models() -> None:
         _out.print(name)
 
 
+@dataclass
+class _Tally:
+    """How far a run is, and how it went until there."""
+
+    slides: int = 0
+    counts: Counter[SlideStatus] = field(default_factory=Counter)
+    stopped_by: Broken | None = None
+
+    @property
+    def so_far(self) -> str:
+        return f" after {self.counts.total()} of {self.slides} slides" if self.slides else ""
+
+    @property
+    def exit_code(self) -> int:
+        if isinstance(self.stopped_by, ArtifactRefused):  # found out by the first slide that needed the model
+            return BAD_USAGE
+        return FAILED if self.stopped_by or self.counts["failed"] or self.counts["busy"] else OK
+
+
+def _run(
+    sources: list[str], root: Path | None, model: str, out: Path, settings: Settings, tally: _Tally, stop: StopRequest
+) -> None:
+    # Slides and model are looked at before anything is created.
+    inventory = find_slides(sources, root=root)
+    checkpoint = resolve_model(model)
+    require_usable(checkpoint, settings)
+    with Chain(_open_store(out), [checkpoint], settings) as chain:
+        write_inventory(chain.store, inventory.slides, keep=True)
+        tally.slides = len(inventory.slides)
+        try:
+            _run_all(chain, inventory, tally, stop)
+        except Broken as error:
+            tally.stopped_by = error
+            complain(f"stopped{tally.so_far}: {error.message}")
+            return
+        report = out / "report.html"
+        # Every slide that was ever run into this store: the page must not lose those of an earlier command.
+        write_cohort_report(report, "Slide report", chain, read_inventory(chain.store).values())
+    _summarise(tally.counts, inventory, report)
+
+
 def _open_store(out: Path) -> Store:
     """The store, or bad usage where `--out` cannot hold one."""
     try:
@@ -116,10 +160,11 @@ def _open_store(out: Path) -> Store:
     except StoreFull:
         raise
     except StoreError as error:
-        raise ConfigError(f"--out {out}: {error.message}") from error
+        remedy = "" if "name a folder" in error.message else ": name another folder"
+        raise ConfigError(f"--out {out}: {error.message}{remedy}") from error
 
 
-def _run_all(chain: Chain, inventory: Inventory) -> Iterator[SlideOutcome]:
+def _run_all(chain: Chain, inventory: Inventory, tally: _Tally, stop: StopRequest) -> None:
     """Every slide in turn, each with a bar while it runs and a line when it is done."""
     columns = (
         SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),
@@ -132,12 +177,14 @@ def _run_all(chain: Chain, inventory: Inventory) -> Iterator[SlideOutcome]:
             bar = bars.add_task(f"{number}/{len(slides)} {ref.name}", total=None)
 
             def show(_key: str, _stage: Stage, done: int, total: int, bar: TaskID = bar) -> None:
+                stop.check()
                 bars.update(bar, completed=done, total=total)
 
+            stop.check()
             outcome = chain.run_slide(ref, progress=show)
             bars.remove_task(bar)
+            tally.counts[outcome.status] += 1
             _err.print(_labelled(outcome.status, f"{ref.name:{width}}  {_about(outcome)}", STYLE[outcome.status]))
-            yield outcome
 
 
 def _name_width(inventory: Inventory) -> int:
@@ -185,19 +232,15 @@ def _summarise(counts: Counter[SlideStatus], inventory: Inventory, report: Path)
     _out.print(f"report: {report}", markup=False)
 
 
-def _complain(message: str) -> None:
-    """One line on stderr, whatever the message holds."""
-    _err.print(Text(" ".join(message.split()), "bold red"))
-
-
 def main() -> None:
     """Entry point: errors become one line on stderr and an exit code."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    log_in_lines()
     try:
         app()
     except InferenceError as error:
-        _complain(f"error: {error.message}")
-        sys.exit(BAD_USAGE if isinstance(error, CallerError) else FAILED)
+        complain(f"error: {error.message}")
+        code = BAD_USAGE if isinstance(error, CallerError | ArtifactRefused) else FAILED
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,14 @@ import dagster as dg
 from inference.engine.chain import Chain, SlideOutcome
 from inference.engine.job import StageResult
 from inference.engine.settings import Stage
-from inference.errors import Broken, ConfigError, InferenceError
+from inference.errors import Broken, ConfigError, InferenceError, PartitionBusy
 from inference.slides.discovery import SlideRef
 from pipelines.metadata import stage_metadata
 
 PROGRESS_EVERY_S = 10.0
+
+FAILED_SLIDES = "failed_slides"
+"""Metadata of a batch that failed: key, code and reason of each slide without a full result."""
 
 AssetsOf = Callable[[StageResult], Sequence[dg.AssetKey]]
 """The asset keys that one stage result stands for."""
@@ -63,7 +66,9 @@ def run_batch(
     except Broken as error:
         for event in _events(committed, assets, assets_of):
             context.log_event(event)
-        raise dg.Failure(f"stopped, no slide is to blame: {error.message}", allow_retries=error.retryable) from error
+        # `from None`: Dagster would write the causes into its event log, with the paths in their texts.
+        text = f"stopped, no slide is to blame: {error.message}"
+        raise dg.Failure(text, allow_retries=error.retryable) from None
     if failed:
         for event in _events(committed, assets, assets_of):
             context.log_event(event)
@@ -95,10 +100,13 @@ def _events(
 def _failure(failed: list[FailedSlide], of: int) -> dg.Failure:
     lines = "; ".join(slide.error.message for slide in failed[:5])
     more = f"; and {len(failed) - 5} more" if len(failed) > 5 else ""
+    busy = sum(isinstance(slide.error, PartitionBusy) for slide in failed)
+    bad = len(failed) - busy
+    found = f"{bad} of {of} slides failed{f', {busy} busy' * bool(busy)}" if bad else f"{busy} of {of} slides busy"
     records = [dg.TableRecord({"slide": s.key, "code": s.error.code, "reason": s.error.message[:300]}) for s in failed]
     return dg.Failure(
-        f"{len(failed)} of {of} slides failed: {lines}{more}",
-        metadata={"failed_slides": dg.MetadataValue.table(records)},
+        f"{found}: {lines}{more}",
+        metadata={FAILED_SLIDES: dg.MetadataValue.table(records)},
         allow_retries=any(slide.error.retryable for slide in failed),
     )
 
@@ -106,7 +114,7 @@ def _failure(failed: list[FailedSlide], of: int) -> dg.Failure:
 def _tell(context: dg.AssetExecutionContext, outcome: SlideOutcome) -> None:
     if outcome.error is not None:
         reason = outcome.error.message.removeprefix(f"{outcome.ref.name}: ")
-        context.log.error("%s: failed: %s: %s", outcome.ref.key, outcome.error.code, reason)
+        context.log.error("%s: %s: %s: %s", outcome.ref.key, outcome.status, outcome.error.code, reason)
     elif outcome.reused:
         context.log.info("%s: already done", outcome.ref.key)
     else:

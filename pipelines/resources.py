@@ -12,6 +12,7 @@ from inference.engine.run import find_slides
 from inference.engine.settings import Settings
 from inference.errors import ConfigError
 from inference.slides.discovery import Inventory, SlideRef
+from inference.slides.resolution import parse_mpp
 from inference.store.store import Store
 from pipelines.model_files import pipeline_models
 
@@ -99,6 +100,6 @@ class SlideInference(dg.ConfigurableResource["SlideInference"]):
 def _mpp_of_environment() -> float | None:
     text = os.environ.get("SLIDE_MPP")
     try:
-        return float(text) if text else None
-    except ValueError:
-        raise ConfigError(f"SLIDE_MPP is {text!r}: give the level-0 µm/px as a number, such as 0.25") from None
+        return parse_mpp(text) if text else None
+    except ConfigError as error:
+        raise ConfigError(f"SLIDE_MPP is {text!r}: {error.message}") from None

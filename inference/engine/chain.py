@@ -15,7 +15,7 @@ from inference.engine.recipes import Addresses
 from inference.engine.settings import STAGES, Settings, Stage
 from inference.engine.summarise import draw_heatmap, pool_features, summarise_predictions
 from inference.engine.survey import plan_tiles, survey_slide
-from inference.errors import Broken, DamagedResult, InferenceError, Overloaded, WithdrawnResult
+from inference.errors import Broken, DamagedResult, InferenceError, Overloaded, PartitionBusy, WithdrawnResult
 from inference.models.registry import Checkpoint
 from inference.models.spec import HeatmapSpec, ModelSpec
 from inference.slides.discovery import SlideRef
@@ -23,7 +23,7 @@ from inference.store.store import Address, FailureRecord, Store
 
 log = logging.getLogger(__name__)
 
-SlideStatus = Literal["ok", "ok with failures", "empty", "failed"]
+SlideStatus = Literal["ok", "ok with failures", "empty", "busy", "failed"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -37,7 +37,7 @@ class SlideOutcome:
     @property
     def status(self) -> SlideStatus:
         if self.error is not None:
-            return "failed"
+            return "busy" if isinstance(self.error, PartitionBusy) else "failed"
         found = {result.manifest.status for result in self.results}
         return "empty" if "empty" in found else "ok with failures" if "ok with failures" in found else "ok"
 

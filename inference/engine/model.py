@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 from inference.batching import BatchScheduler
 from inference.engine.results import plain_message
 from inference.engine.settings import Settings
-from inference.errors import ArtifactRefused, Broken, CallerError, ConfigError
+from inference.errors import ArtifactRefused, Broken, CallerError, ConfigError, ModelContractError
 from inference.models.artifact import ArtifactManifest, check_artifact
 from inference.models.registry import Checkpoint
 from inference.models.sample import Mode, PreparedSample, TileOutput
@@ -78,6 +78,8 @@ class EngineModel:
         path, device, size = self._checkpoint.path, self._settings.device, self._settings.batch_size
         try:
             return load_server_model(self._checkpoint, device, fixed_batch=size)
+        except ModelContractError as error:
+            raise ModelContractError(f"{error.message}: mend the model or its spec and export it again") from error
         except Broken:
             raise
         except CallerError as error:  # of the run, not of the slide at hand

@@ -101,10 +101,11 @@ class _Feed:
                 while in_flight:
                     yield _outcome(in_flight.popleft())
             finally:
-                pool.shutdown(wait=True, cancel_futures=True)
+                # Taken back first: while the readers end, the model must not go on with what nobody waits for.
                 for waiting in in_flight:
                     if isinstance(waiting, Future):
                         waiting.cancel()
+                pool.shutdown(wait=True, cancel_futures=True)
 
     def _read(self, row: int, col: int) -> _Read:
         clock = time.monotonic()

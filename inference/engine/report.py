@@ -1,7 +1,6 @@
 """What the store knows of each slide, gathered for people: the cohort's report."""
 
 from collections.abc import Iterable
-from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -15,13 +14,14 @@ from inference.models.spec import ModelSpec
 from inference.outputs.report import FailedTiles, SlideReport, write_report
 from inference.slides.discovery import SlideRef
 from inference.store.manifest import Manifest
-from inference.store.store import Address, FailureRecord, Store
+from inference.store.store import Address, FailureRecord
 
 
 def write_cohort_report(path: Path, title: str, chain: Chain, refs: Iterable[SlideRef]) -> list[SlideReport]:
     """Write one HTML file over the slides of a cohort, from what lies in the store; returns what it says.
 
-    A slide that was never run appears as failed with that reason, so that nothing is silently absent.
+    A slide that was never run appears as such, so that nothing is silently absent; a damaged record in the store costs
+    its slide the entry's figures, and no other slide anything.
     """
     slides = [_slide(chain, ref, at, model.spec) for ref in refs for model, at in chain.addresses(ref.key)]
     run = {
@@ -34,12 +34,22 @@ def write_cohort_report(path: Path, title: str, chain: Chain, refs: Iterable[Sli
 
 
 def _slide(chain: Chain, ref: SlideRef, at: Addresses, spec: ModelSpec) -> SlideReport:
+    try:
+        return _figures(chain, ref, at, spec)
+    except DamagedResult as error:
+        reason = f"{error.code}: {error.message}"
+    except (LookupError, TypeError, ValueError, AssertionError):
+        reason = f"{DamagedResult.code}: a record of it in the store lacks what this version writes there"
+    return SlideReport(ref.key, ref.name, "failed", reason, "Run the slide again: what is damaged is computed again.")
+
+
+def _figures(chain: Chain, ref: SlideRef, at: Addresses, spec: ModelSpec) -> SlideReport:
     store = chain.store
     failure = store.failure(ref.key)
-    info, tiles, predict, prediction = (_read(store, a) for a in (at.info, at.tiles, at.predict, at.prediction))
-    heatmaps = [a for a in map(at.heatmap, chain.heatmaps_of(spec)) if _read(store, a)]
+    info, tiles, predict, prediction = map(store.read, (at.info, at.tiles, at.predict, at.prediction))
+    heatmaps = [a for a in map(at.heatmap, chain.heatmaps_of(spec)) if store.read(a)]
     last = predict or tiles
-    status = "failed" if failure or predict is None else predict.status
+    status = "failed" if failure else predict.status if predict else "not run"
     return SlideReport(
         key=ref.key,
         name=ref.name,
@@ -73,13 +83,6 @@ def _statistics(prediction: Manifest) -> dict[str, dict[str, float]]:
         for output, found in outputs.items()
         if isinstance(found, dict)
     }
-
-
-def _read(store: Store, address: Address) -> Manifest | None:
-    """A damaged result counts as none: it must not cost the other slides their report."""
-    with suppress(DamagedResult):
-        return store.read(address)
-    return None
 
 
 def _reason(failure: FailureRecord | None, predict: Manifest | None) -> str | None:

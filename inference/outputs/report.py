@@ -16,8 +16,8 @@ from PIL import Image
 from inference.outputs.overlay import preview
 from inference.store.files import store_errors, write_atomic
 
-Status = Literal["ok", "ok with failures", "empty", "failed"]
-STATUSES: tuple[Status, ...] = ("ok", "ok with failures", "empty", "failed")
+Status = Literal["ok", "ok with failures", "empty", "failed", "not run"]
+STATUSES: tuple[Status, ...] = ("ok", "ok with failures", "empty", "failed", "not run")
 _ATTENTION: tuple[Status, ...] = ("failed", "ok with failures")
 
 _PICTURE_BYTES = 100_000  # a larger picture is embedded as a preview

@@ -3,7 +3,6 @@
 import csv
 import io
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -16,11 +15,10 @@ import pyarrow.parquet as pq
 from inference.errors import ConfigError, SourceUnavailable
 from inference.slides._files import open_regular, source_lost
 from inference.slides.keys import check_key
+from inference.slides.resolution import parse_mpp
 
 COHORT_SUFFIXES = frozenset({".csv", ".parquet"})
 COLUMNS = ("path", "mpp", "slide_key")
-_MPP_RANGE = (0.05, 50.0)
-_NUMBER = re.compile(r"\+?([0-9]{1,9}(\.[0-9]{0,30})?|\.[0-9]{1,30})([eE][+-]?[0-9]{1,2})?")
 
 
 @dataclass(frozen=True)
@@ -142,18 +140,8 @@ def _row(number: int, record: dict[str, object]) -> CohortRow:
 
 def _mpp(value: object) -> float | None:
     """µm/px of level 0; empty, null and a table's NaN mean that none is given."""
-    if isinstance(value, str):
-        text = value.strip()
-        if not text:
-            return None
-        # Not all that float() takes: in another column's text or another country's, 0_5 and ١ are no resolutions.
-        number = float(text) if _NUMBER.fullmatch(text) else None
-    else:
-        number = float(value) if isinstance(value, int | float | Decimal | np.floating) else None
-        if value is None or (number is not None and math.isnan(number)):
-            return None
-    if number is None or not _MPP_RANGE[0] <= number <= _MPP_RANGE[1]:
-        raise ConfigError(
-            f"mpp must be a level-0 value between {_MPP_RANGE[0]:g} and {_MPP_RANGE[1]:g} µm/px, with a decimal point"
-        )
-    return number
+    if isinstance(value, int | float | Decimal | np.floating):
+        return None if math.isnan(value) else parse_mpp(str(float(value)))
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return None
+    return parse_mpp(value if isinstance(value, str) else "")

@@ -6,11 +6,12 @@ reduce it exactly, and whether to resample what is left.
 """
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from inference.errors import ResolutionTooCoarse, UnknownResolution
+from inference.errors import ConfigError, ResolutionTooCoarse, UnknownResolution
 
 SAME = 0.02
 """Relative difference below which a resolution is used pixel for pixel."""
@@ -25,7 +26,23 @@ REDUCTIONS = (1, 2, 4, 8)
 
 _NOISE = 1e-9  # what dividing decimal fractions leaves: 0.51 is 2 % above 0.5
 
+_NUMBER = re.compile(r"\+?([0-9]{1,9}(\.[0-9]{0,30})?|\.[0-9]{1,30})([eE][+-]?[0-9]{1,2})?")
+
 MppSource = Literal["slide", "cohort file", "--mpp"]
+
+
+def parse_mpp(text: str) -> float:
+    """A level-0 µm/px that a person wrote.
+
+    Raises:
+        ConfigError: no plain number, or outside `PLAUSIBLE`.
+    """
+    # Not all that float() takes: in another column's text or another country's, 0_5 and ١ are no resolutions.
+    number = float(text) if _NUMBER.fullmatch(text.strip()) else math.nan
+    if not PLAUSIBLE[0] <= number <= PLAUSIBLE[1]:
+        low, high = PLAUSIBLE
+        raise ConfigError(f"mpp must be a level-0 value between {low:g} and {high:g} µm/px, with a decimal point")
+    return number
 
 
 @dataclass(frozen=True)

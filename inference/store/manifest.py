@@ -1,5 +1,6 @@
 """The record beside every result: what made it, from what, and which bytes it is."""
 
+import errno
 import hashlib
 import json
 from pathlib import Path
@@ -12,6 +13,8 @@ from inference.store.files import canonical_json
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
+
+_THIS_FILE_ALONE = frozenset({errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP, errno.EIO})
 DAMAGED = "manifest.damaged.json"
 """The manifest of a result that was found damaged: kept to look at, until the result is computed again."""
 
@@ -79,8 +82,8 @@ def read_manifest(folder: Path) -> Manifest | None:
     """The manifest of a result folder, or None where there is none.
 
     Raises:
-        DamagedResult: it is not a manifest.
-        StoreError: it was written by a newer version of this library, or cannot be read at all.
+        DamagedResult: it is not a manifest, or this one file cannot be read.
+        StoreError: it was written by a newer version of this library, or the store is out of reach.
     """
     path = folder / MANIFEST
     try:
@@ -88,7 +91,11 @@ def read_manifest(folder: Path) -> Manifest | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise StoreError(f"cannot read {path}: {error.strerror}") from error
+        if error.errno in _THIS_FILE_ALONE:
+            text = f"{path} cannot be read: {error.strerror}; delete its folder to compute it again"
+            raise DamagedResult(text) from error
+        text = f"cannot read {path}: {error.strerror}; check that the store's disk or share is there"
+        raise StoreError(text) from error
     # Before anything else: a newer manifest has fields that look like damage from here.
     found = _schema_version(data)
     if found is not None and found > SCHEMA_VERSION:

@@ -191,7 +191,7 @@ class Store:
 
     def failure(self, key: str) -> FailureRecord | None:
         """The last failure of a slide, or None where its last run went well."""
-        with contextlib.suppress(FileNotFoundError, ValueError):
+        with contextlib.suppress(OSError, ValueError):
             return FailureRecord.model_validate_json(self._failure_path(key).read_text(encoding="utf-8"))
         return None
 

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from inference.console import text_path
 from inference.errors import ConfigError
 from pipelines.demo.__main__ import Model, Mpp, Out, Slides, layout_of, run_and_explain
 
@@ -19,10 +20,10 @@ def main(
     mpp: Mpp = "",
     model: Model = "",
     out: Out = Path("out"),
-    port: Annotated[int, typer.Option(envvar="PORT")] = PORT,
+    port: Annotated[int, typer.Option(envvar="PORT", help="Port on 127.0.0.1.")] = PORT,
 ) -> None:
     """Serve the UI on loopback; results of `make demo` are shown, and new runs can be launched."""
-    layout = layout_of(slides, mpp, model, out.absolute())
+    layout = layout_of(slides, mpp, model, text_path("--out", out).absolute())
     with socket.socket() as probe:
         # Dagster would go on without its web server, and the browser would show whoever has the port.
         if probe.connect_ex(("127.0.0.1", port)) == 0:

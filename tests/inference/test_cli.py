@@ -1,7 +1,10 @@
 """The command `slide-inference` as a person or a script meets it: exit codes, lines, no traceback."""
 
+import json
+import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,8 +15,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from inference.cli import main
-from inference.models.registry import Checkpoint
-from tests.inference.engine.runs import BATCH
+from inference.console import OneLine
+from inference.errors import ModelContractError
+from inference.models.artifact import manifest_path
+from inference.models.registry import Checkpoint, resolve_model
+from inference.slides.discovery import discover
+from tests.inference.engine.runs import BATCH, make_chain
 from tests.inference.engine.tiny_slides import section, write_slide
 from tests.inference.store.mounts import make_read_only, tmpfs
 
@@ -155,7 +162,8 @@ def one_slide(cli: Cli) -> Cli:
         ({"--model": "nowhere/x.pt2"}, r"error: no checkpoint at nowhere/x\.pt2"),
         ({"slides": "nowhere"}, r"error: .*nowhere.*"),
         ({"--mpp": "0"}, r"error: --mpp 0 is no µm/px of a slide: give a value in 0\.05-50"),
-        ({"--batch-size": "0"}, r"error: batch_size, readers and top_k start at 1.*"),
+        ({"--batch-size": "0"}, r"error: batch_size is 0: give a whole number, 1 or more"),
+        ({"--batch-size": "10000"}, r"error: demo\S*\.pt2 takes batches of 1 to 4096 tiles, not 10000"),
         ({"--device": "gpu"}, r"error: 'gpu' is no device: give cpu, cuda, cuda:1 or mps"),
         ({"--out": "README.md"}, r"error: --out README\.md: cannot write .*README\.md: .*"),
     ],
@@ -171,6 +179,98 @@ def test_bad_usage_is_one_line_with_the_remedy_and_exit_code_2_and_creates_nothi
     assert re.fullmatch(message, ended.err.rstrip("\n")), ended.err
     assert ended.out == ""
     assert not one_slide.out.exists()
+
+
+def _other_bytes(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+
+
+def _other_manifest(**changes: object) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        manifest = manifest_path(path)
+        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | changes))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (Path.unlink, r"no checkpoint at \S+/model\.pt2"),
+        (lambda path: manifest_path(path).unlink(), r"model\.pt2 has no manifest model\.pt2\.json: .*"),
+        (lambda path: manifest_path(path).write_text("{"), r"model\.pt2\.json is not an artifact manifest: .*"),
+        (lambda path: os.truncate(path, 100), r"model\.pt2 is not the file its manifest pins .*; export it again: .*"),
+        (_other_bytes, r"model\.pt2 is not the file its manifest pins .*; export it again: .*"),
+        (
+            _other_manifest(torch_version="1.0"),
+            r"model\.pt2 was exported by torch 1\.0, this is .*; export it again: .*",
+        ),
+        (
+            _other_manifest(format="aotinductor", arch="sparc"),
+            r"model\.pt2 is compiled for sparc, this machine is .*; export it again: .*",
+        ),
+        (
+            _other_manifest(format="aotinductor", device="cuda"),
+            r"model\.pt2 is compiled for cuda, not cpu; run it on cuda",
+        ),
+    ],
+    ids=[
+        "gone",
+        "no manifest",
+        "broken manifest",
+        "cut",
+        "other bytes",
+        "other torch",
+        "other machine",
+        "other device",
+    ],
+)
+def test_a_checkpoint_that_is_gone_or_refused_is_bad_usage_and_creates_nothing(
+    damage: Callable[[Path], None], message: str, one_slide: Cli, call: Call, tmp_path: Path
+) -> None:
+    model = tmp_path / "model.pt2"
+    shutil.copy(one_slide.model, model)
+    shutil.copy(manifest_path(Path(one_slide.model)), manifest_path(model))
+    damage(model)
+    ended = call("run", str(one_slide.slides), "--model", str(model), "--out", str(one_slide.out))
+    assert re.fullmatch(f"error: {message}", ended.err.rstrip("\n")), ended.err
+    assert ended.code == 2
+    assert not one_slide.out.exists()
+
+
+def test_a_checkpoint_that_turns_out_not_to_run_is_bad_usage_too(one_slide: Cli, tmp_path: Path) -> None:
+    # Known only when torch looks at the processor, and that is after the store was opened.
+    model = tmp_path / "model.pt2"
+    shutil.copy(one_slide.model, model)
+    shutil.copy(manifest_path(Path(one_slide.model)), manifest_path(model))
+    _other_manifest(format="aotinductor", cpu_features=["avx2048"])(model)
+    ended = one_slide.run("--model", model)
+    assert ended.code == 2
+    assert re.match(r"stopped after 0 of 1 slides: model\.pt2 is compiled for a processor with avx2048", ended.err)
+    assert len(ended.lines) == 1
+
+
+@pytest.mark.parametrize("row", ["none*.svs", "tile.png"])
+def test_a_cohort_row_without_a_slide_is_told_and_a_cohort_of_only_such_rows_is_bad_usage(
+    row: str, one_slide: Cli
+) -> None:
+    (one_slide.slides / "tile.png").write_bytes(b"x")
+    cohort = one_slide.slides / "cohort.csv"
+    cohort.write_text(f"path\na.svs\n{row}\n")
+    arguments = ("run", cohort, "--model", one_slide.model, "--out", one_slide.out, "--batch-size", BATCH)
+    ended = one_slide(*arguments)
+    assert ended.code == 0
+    assert ended.lines[-1].startswith("skipped ")
+    assert row in ended.lines[-1]
+    assert "row 3 of the cohort file" in ended.lines[-1]
+    cohort.write_text(f"path\n{row}\n")
+    nothing = one_slide(*arguments)
+    assert nothing.code == 2
+    assert len(nothing.lines) == 1
+    assert nothing.err.startswith("error: no slide found under ")
+    assert "row 2 of the cohort file" in nothing.err
 
 
 @pytest.mark.parametrize(
@@ -279,3 +379,88 @@ def test_under_a_secret_no_file_and_no_line_tells_a_slides_name(cli: Cli) -> Non
     for path, text in told:
         assert "ACC-00" not in text, path
         assert "WARD-NINE" not in text, path
+
+
+def test_the_report_shows_every_slide_of_the_store_and_not_only_those_of_the_last_command(cli: Cli) -> None:
+    for name, image in (("a.svs", section(2, 3)), ("b.svs", section(2, 3, seed=2))):
+        write_slide(cli.slides / name, image)
+        ended = cli("run", cli.slides / name, "--model", cli.model, "--out", cli.out, "--batch-size", BATCH)
+        assert ended.code == 0, ended.err
+    page = (cli.out / "report.html").read_text()
+    assert "a.svs" in page
+    assert "b.svs" in page
+    assert "not run" not in page.split("</style>")[1]
+    other = cli("run", cli.slides / "a.svs", "--model", cli.model, "--out", cli.out, "--min-tissue", "0.5")
+    assert other.code == 0, other.err
+    page = (cli.out / "report.html").read_text().split("</style>")[1]
+    assert "not run yet with these settings" in page
+    assert "status-failed" not in page
+
+
+def test_a_slide_that_another_process_works_on_is_busy_and_no_failure_of_its_own(one_slide: Cli) -> None:
+    write_slide(one_slide.slides / "b.svs", section(2, 3, seed=2))
+    chain = make_chain(one_slide.out, resolve_model(one_slide.model))
+    key = next(ref.key for ref in discover([one_slide.slides]).slides if ref.name == "a.svs")
+    ((_, addresses),) = chain.addresses(key)
+    with chain.store.lock(addresses.info):
+        ended = one_slide.run()
+    busy, done = ended.lines
+    assert busy.startswith(f"busy              a.svs  partition_busy: {key}: info/qc is being written by process ")
+    assert busy.endswith("; try again later")
+    assert done.startswith("ok ")
+    assert ended.code == 1
+    assert ended.out.splitlines()[0] == "2 slides: 1 ok, 1 busy"
+    assert chain.store.failure(key) is None
+    assert one_slide.run().code == 0
+
+
+def test_an_error_of_ours_in_the_log_is_one_line_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        raise ModelContractError("demo returned 3 numbers, its spec declares 2")
+    except ModelContractError as error:
+        raised = (type(error), error, error.__traceback__)
+    handler = logging.StreamHandler()
+    handler.setFormatter(OneLine("%(levelname)s %(name)s: %(message)s"))
+    log = logging.Logger("engine")  # noqa: LOG001 - one for this test
+    log.addHandler(handler)
+    log.warning("the forward pass of %d tiles failed", 8, exc_info=raised)
+    told = capsys.readouterr().err
+    assert told == (
+        "WARNING engine: the forward pass of 8 tiles failed: demo returned 3 numbers, its spec declares 2\n"
+    )
+    try:
+        raise KeyError("a fault of ours")
+    except KeyError:
+        log.exception("unexpected failure")
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["below a file", "too long", "not UTF-8", "no such device"])
+def test_an_output_folder_that_cannot_be_one_is_bad_usage(
+    kind: str, one_slide: Cli, call: Call, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    out = {
+        "below a file": str(tmp_path / "file" / "out"),
+        "too long": str(tmp_path / ("x" * 300)),
+        "not UTF-8": os.fsdecode(os.fsencode(tmp_path) + b"/\xff\xfe"),
+        "no such device": "/proc/nowhere",
+    }[kind]
+    ended = call("run", str(one_slide.slides), "--model", one_slide.model, "--out", out)
+    assert (ended.code, len(ended.lines)) == (2, 1)
+    assert re.match(r"error: --out .*name another folder$", ended.lines[0])
+    assert {p.name for p in tmp_path.iterdir()} == {"file", "slides"}
+
+
+def test_a_disk_without_room_is_one_line_and_exit_code_1(one_slide: Cli, call: Call, tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "disk", "size=4k") as disk:
+        (disk / "filler").write_bytes(bytes(4096))
+        ended = call("run", str(one_slide.slides), "--model", one_slide.model, "--out", str(disk / "out"))
+    assert (ended.code, len(ended.lines)) == (1, 1)
+    assert re.match(r"error: the store is full at \S+: free space and run again", ended.lines[0])
+
+
+def test_help_says_when_a_resolution_that_is_given_counts(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    told = " ".join(call("run", "--help").out.split())
+    assert "only for slides that state none; a cohort file's mpp column overrides both" in told

@@ -10,6 +10,11 @@ import pytest
 from PIL import Image
 
 from inference.engine.model import EngineModel
+from inference.engine.recipes import Addresses
+from inference.engine.settings import Settings
+from inference.store.store import Store
+from pipelines.model_files import pipeline_models
+from pipelines.partitions import range_tags
 from pipelines.resources import SlideInference
 from tests.pipelines.conftest import Pipeline, failure_text
 
@@ -162,3 +167,25 @@ def test_under_a_secret_no_file_name_reaches_the_store_the_event_log_or_the_repo
     assert (pipeline.store / "cohort.parquet").stat().st_mode & 0o777 == 0o600
     named = [p for p in written if b"S26-047" in p.read_bytes() or "S26-047" in p.name]
     assert [p.name for p in named] in ([], ["cohort.parquet"])
+
+
+def test_a_slide_that_another_process_works_on_is_busy_and_no_failure_of_its_own(pipeline: Pipeline) -> None:
+    keys = pipeline.discover()[:2]
+    store = Store(pipeline.store)
+    manifests = [model.resolve().manifest for model in pipeline_models()]
+    with store.lock(Addresses(keys[1], manifests[0], Settings()).info):
+        result = pipeline.definitions.resolve_job_def("slides").execute_in_process(
+            instance=pipeline.instance,
+            tags=range_tags(keys),
+            run_config={"resources": {"inference": {"config": {"lock_wait_s": 0.0}}}},
+            raise_on_error=False,
+        )
+    assert not result.success
+    text = failure_text(result)
+    assert "1 of 2 slides busy" in text
+    assert f"is being written by process {os.getpid()} on" in text
+    assert "try again later" in text
+    assert "failed:" not in text
+    assert pipeline.materialised("slide_info") == {keys[0]}
+    assert store.failure(keys[1]) is None
+    assert pipeline.run_slides(keys).success

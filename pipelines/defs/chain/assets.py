@@ -1,12 +1,14 @@
 """Every per-slide asset of every model, as outputs of one step per batch of slides."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 
 import dagster as dg
 
 from inference.engine.job import StageResult
 from inference.engine.settings import Stage
 from pipelines.batching import run_batch
+from pipelines.failures import Around, told_plainly
 from pipelines.model_files import PipelineModel, asset_name
 from pipelines.resources import SlideInference
 
@@ -35,7 +37,12 @@ _STAGE: dict[str, Stage] = {
 
 
 def slide_chain(
-    models: Sequence[PipelineModel], partitions: dg.DynamicPartitionsDefinition, *, prefix: Sequence[str], batch: int
+    models: Sequence[PipelineModel],
+    partitions: dg.DynamicPartitionsDefinition,
+    *,
+    prefix: Sequence[str],
+    batch: int,
+    around: Around = nullcontext,
 ) -> dg.AssetsDefinition:
     """The per-slide assets of all models; any subset of them can be selected."""
 
@@ -54,7 +61,8 @@ def slide_chain(
         assets = [spec.key for spec in specs if spec.key in context.selected_asset_keys]
         stages = {_STAGE[key.path[-1]] for key in assets}
         owners = _assets_of(models, prefix)
-        yield from run_batch(context, inference.chain, inference.slides(), stages, assets, owners)
+        with around(), told_plainly():
+            yield from run_batch(context, inference.chain, inference.slides(), stages, assets, owners)
 
     return _slide_chain
 

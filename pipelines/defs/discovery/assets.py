@@ -1,12 +1,17 @@
 """Discovery: which slides there are. It registers partitions; it runs nothing."""
 
+from contextlib import nullcontext
+
 import dagster as dg
 
 from inference.slides.discovery import Inventory
+from pipelines.failures import Around, told_plainly
 from pipelines.resources import SlideInference
 
 
-def slide_inventory(partitions: dg.DynamicPartitionsDefinition, *, prefix: list[str]) -> dg.AssetsDefinition:
+def slide_inventory(
+    partitions: dg.DynamicPartitionsDefinition, *, prefix: list[str], around: Around = nullcontext
+) -> dg.AssetsDefinition:
     """The asset that looks at the source and registers each slide as a partition."""
     assert partitions.name is not None, "a named set"
     name = partitions.name
@@ -18,7 +23,8 @@ def slide_inventory(partitions: dg.DynamicPartitionsDefinition, *, prefix: list[
         kinds={"parquet"},
     )
     def _slide_inventory(context: dg.AssetExecutionContext, inference: SlideInference) -> dg.MaterializeResult[None]:
-        inventory = inference.discover()
+        with around(), told_plainly():
+            inventory = inference.discover()
         known = set(context.instance.get_dynamic_partitions(name))
         keys = [ref.key for ref in inventory.slides]
         new = [key for key in keys if key not in known]

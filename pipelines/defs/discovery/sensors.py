@@ -3,6 +3,8 @@
 import dagster as dg
 
 from inference.errors import InferenceError
+from inference.slides.keys import key_secret
+from pipelines.failures import unforeseen
 from pipelines.partitions import contiguous_chunks, range_tags
 from pipelines.resources import SlideInference
 
@@ -26,6 +28,10 @@ def new_slides_sensor(
         except InferenceError as error:
             # An unreachable or empty source is never taken for an empty cohort.
             return dg.SkipReason(error.message)
+        except Exception as error:
+            if key_secret() is None:
+                raise
+            return dg.SkipReason(unforeseen(error))
         known = context.instance.get_dynamic_partitions(name)
         new = [ref.key for ref in inventory.slides if ref.key not in set(known)]
         if not new:

@@ -1,7 +1,7 @@
 """Running slides in tests, and looking at everything a store holds."""
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ from inference.engine.settings import STAGES, Settings, Stage
 from inference.errors import DeviceBroken
 from inference.models.registry import Checkpoint
 from inference.models.runtime import Runtime
+from inference.models.sample import NO_EXTRAS
 from inference.slides.discovery import SlideRef
 from inference.store.store import Store
 from tests.inference.engine.tiny_slides import POISON
@@ -86,14 +87,16 @@ class Scripted:
         self.kind, self.device = runtime.kind, runtime.device
         self.calls = 0
 
-    def run(self, batch: NDArray[np.uint8]) -> tuple[NDArray[np.float32], ...]:
+    def run(
+        self, batch: NDArray[np.uint8], extras: Mapping[str, NDArray[np.float32]] = NO_EXTRAS
+    ) -> tuple[NDArray[np.float32], ...]:
         self.calls += 1
         poison = (batch == np.array(POISON, np.uint8)[None, :, None, None]).all(axis=(1, 2, 3))
         if self._does == "raise" and poison.any():
             raise RuntimeError("poison at 0x7f0012345678 in /tmp/build/model.cpp:12\nand a second line")
         if self._does == "break the device" and poison.any():
             raise DeviceBroken("the device failed: an illegal memory access")
-        outputs = tuple(output.copy() for output in self._runtime.run(batch))
+        outputs = tuple(output.copy() for output in self._runtime.run(batch, extras))
         if self._does == "break the contract" and poison.any():
             return (*outputs[:-1], outputs[-1][:, :-1])
         if self._does == "nan":
