@@ -1,43 +1,35 @@
 """The batch scheduler: samples from many callers, one forward pass at a time.
 
-All decisions are in `_queue.BatchQueue`; here are the lock around it, the thread that runs the model and the
-waiting. Callbacks of futures run outside the lock, on the batch thread or on the thread that cancels.
+All decisions are in `_queue.BatchQueue`, which knows neither threads nor a clock; the lock around it is in `_core`, the
+two threads in `_threads`. Callbacks of futures run outside the lock, on one of the two threads or on the one that
+cancels.
 """
 
 import atexit
-import logging
 import math
 import os
 import threading
 import time
-import warnings
-from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from types import TracebackType
-from typing import Generic, NoReturn, Self
+from typing import Any, Generic, NoReturn, Self, cast
 
-from inference.batching._forward import Failure, FailureKind, ForwardPass, classify_failure, describe
+import numpy as np
+
+from inference.batching._core import SchedulerCore
+from inference.batching._failure import FailureKind, classify_failure
+from inference.batching._forward import ForwardPass
 from inference.batching._future import ItemFuture
-from inference.batching._queue import Batch, BatchQueue, Item, R, SchedulerStatistics, T
-from inference.errors import (
-    BadRequest,
-    CallerError,
-    ConfigError,
-    DeadlineExceeded,
-    ForwardError,
-    InferenceError,
-    QueueFull,
-    ServerClosed,
-)
-
-logger = logging.getLogger(__name__)
+from inference.batching._queue import BatchQueue, R, T
+from inference.batching._settings import check_seconds, check_share, check_whole_number, warn_if_no_batch_can_fill
+from inference.batching._statistics import SchedulerState, SchedulerStatistics
+from inference.batching._threads import BatchThread, WatchThread
+from inference.errors import BadRequest, CallerError, InferenceError, ServerClosed
 
 _EXIT_GRACE_S = 5.0  # a daemon thread that wakes in native code during interpreter shutdown may crash the process
 _JOIN_GRACE_S = 1.0
-
-Answer = tuple[Item[T, R], R | InferenceError]
 
 
 class BatchScheduler(Generic[T, R]):
@@ -46,18 +38,22 @@ class BatchScheduler(Generic[T, R]):
     Thread-safe. `submit` returns a `concurrent.futures.Future` (`asyncio.wrap_future` it on an event loop). Every
     accepted sample gets exactly one answer:
 
-    - its row of what `forward` returned, or the exception `forward` put into that row;
+    - its row of what `forward` returned, or the exception `forward` put into that row; rows may depend on the rest of
+      their batch within the model's tolerance (none at a fixed batch shape);
     - cancelled: a queued item leaves at once and never reaches the model; a running one is computed and counted
       as wasted;
-    - `DeadlineExceeded` if its deadline passes while it is queued (seen between forward passes) or while a failed
-      batch is being halved;
+    - `DeadlineExceeded` at its queue deadline if it is still queued then, at its call deadline wherever it is, and at
+      its queue deadline instead of being repeated while a failed batch is halved;
     - its own error (`TileError` unless it is an `InferenceError` already) if `forward` fails on it alone;
       `ForwardError` if the retry budget ends before that is known or it alone does not fit in memory;
       `ModelContractError` if `forward` broke its contract;
-    - `DeviceBroken` after a fatal error or the death of the batch thread, `ServerClosed` after `close`.
+    - `DeviceBroken` after a fatal error, a call of the model over `stuck_after_s` or the death of the batch thread;
+      `ServerClosed` after `close`.
 
-    Samples and results pass through uncopied: a sample must not be changed after `submit`. Not usable in a forked
-    child. Waiting for a result inside `forward` or a callback raises, since nobody would compute it.
+    A writable array is copied by `submit`; any other sample passes through and must not be changed afterwards. Rows
+    that are arrays never share memory with their neighbours. Not usable in a forked child. Callbacks of futures must
+    be short: deadlines wait for them. Waiting for a result inside `forward` or a callback raises, since nobody would
+    compute it.
     """
 
     def __init__(
@@ -71,51 +67,65 @@ class BatchScheduler(Generic[T, R]):
         nbytes: Callable[[T], int] = lambda sample: int(getattr(sample, "nbytes", 0)),
         classify: Callable[[BaseException], FailureKind] = classify_failure,
         retry_budget: int | None = None,
-        lane: Callable[[T, str], Hashable] = lambda _sample, _mode: None,
+        lane: Callable[[T, str], Hashable] | None = None,
+        lane_share: float | None = None,
         device_lock: "threading.Lock | None" = None,
+        stuck_after_s: float | None = None,
+        on_out_of_memory: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         name: str = "batch",
     ) -> None:
-        """Starts the batch thread.
+        """Starts the two threads.
 
         Args:
-            forward: called with samples and modes, one call at a time; returns a list or tuple of as many results.
+            forward: called with samples and modes, one call at a time; returns a list, tuple or array of as many rows.
             max_wait_s: from the arrival of a batch's first item; 0 takes what is there.
             classify: how to react to an exception of `forward`.
-            retry_budget: further calls of `forward` one batch may cost; None halves to the end.
+            retry_budget: further calls of `forward` a batch may cost after failing; None is 2 * log2 of its size for
+                items with a deadline, and for others as many as it takes.
             lane: samples of different lanes never share a batch.
+            lane_share: share of the queue's items and bytes one lane may hold; None is half, or all without `lane`.
             device_lock: held during each batch, for models that share a device.
+            stuck_after_s: a call of `forward` that takes longer breaks the scheduler; waiting for `device_lock` does
+                not count. None waits for ever.
+            on_out_of_memory: drops caches; called on the batch thread before halves of a batch are tried.
 
         Raises:
             ConfigError: a setting of the wrong type or out of range.
         """
-        _check_whole_numbers(max_batch_size=max_batch_size, max_queued_items=max_queued_items)
-        _check_whole_numbers(max_queued_bytes=max_queued_bytes)
+        check_whole_number("max_batch_size", max_batch_size)
+        check_whole_number("max_queued_items", max_queued_items)
+        check_whole_number("max_queued_bytes", max_queued_bytes)
+        check_seconds("max_wait_s", max_wait_s)
         if retry_budget is not None:
-            _check_whole_numbers(least=0, retry_budget=retry_budget)
-        if not 0 <= max_wait_s <= threading.TIMEOUT_MAX:
-            raise ConfigError(f"max_wait_s is {max_wait_s}: give seconds, 0 or more", max_wait_s=max_wait_s)
-        if max_queued_items < max_batch_size:
-            text = f"max_queued_items={max_queued_items} is below max_batch_size={max_batch_size}: no batch can fill"
-            warnings.warn(text, RuntimeWarning, stacklevel=2)
-        self._forward: ForwardPass[T, R] = ForwardPass(forward, classify, clock, name)
-        self._nbytes = nbytes
-        self._retry_budget = math.inf if retry_budget is None else retry_budget
-        self._lane = lane
-        self._device_lock = device_lock or threading.Lock()
-        self._clock = clock
-        self._name = name
-        self._pid = os.getpid()
-        self._queue: BatchQueue[T, R] = BatchQueue(
-            max_batch_size=max_batch_size, max_wait_s=max_wait_s, max_items=max_queued_items, max_bytes=max_queued_bytes
+            check_whole_number("retry_budget", retry_budget, least=0)
+        if stuck_after_s is not None:
+            check_seconds("stuck_after_s", stuck_after_s, above_zero=True)
+        share = (0.5 if lane else 1.0) if lane_share is None else lane_share
+        check_share("lane_share", share)
+        queue: BatchQueue[T, R] = BatchQueue(
+            max_batch_size=max_batch_size,
+            max_wait_s=max_wait_s,
+            max_items=max_queued_items,
+            max_bytes=max_queued_bytes,
+            lane_share=share,
         )
-        self._lock = threading.Lock()
-        self._due = threading.Condition(self._lock)  # only the batch thread waits here
-        self._sleeps_until = -math.inf
-        self._line: deque[threading.Condition] = deque()  # submitters waiting for room, first come first served
-        self._make_refusal: Callable[[], InferenceError] | None = None  # None while open
-        self._thread = threading.Thread(target=self._run_thread, name=name, daemon=True)
-        self._thread.start()
+        warn_if_no_batch_can_fill(max_batch_size, queue.lane_items, stacklevel=2)
+        self._pid = os.getpid()
+        self._nbytes, self._lane = nbytes, lane
+        self._forward: ForwardPass[T, R] = ForwardPass(forward, classify, clock, name)
+        self._core: SchedulerCore[T, R] = SchedulerCore(queue, clock, name)
+        self._batch_thread: BatchThread[T, R] = BatchThread(
+            self._core,
+            self._forward,
+            device_lock or threading.Lock(),
+            retry_budget=retry_budget,
+            stuck_after_s=math.inf if stuck_after_s is None else stuck_after_s,
+            on_out_of_memory=on_out_of_memory,
+        )
+        self._watch_thread: WatchThread[T, R] = WatchThread(self._core, self._batch_thread)
+        self._batch_thread.start()
+        self._watch_thread.start()
         atexit.register(self._at_exit)
 
     def submit(
@@ -124,59 +134,95 @@ class BatchScheduler(Generic[T, R]):
         mode: str = "prediction_with_embedding",
         *,
         deadline_s: float | None = None,
+        call_deadline_s: float | None = None,
         block: bool = True,
         timeout_s: float | None = None,
     ) -> Future[R]:
         """Queues one sample; waits for room, in order of arrival, unless `block` is False.
 
+        Every sample is admitted for itself: of a list, some may be accepted and some refused.
+
         Args:
             mode: which outputs `forward` is asked for; modes share batches.
-            deadline_s: from now; bounds the wait for room too.
+            deadline_s: queue deadline, from now: when the sample must have left the queue.
+            call_deadline_s: call deadline, from now: when it must have its answer. Both bound the wait for room.
             timeout_s: longest wait for room; None waits as long as it takes.
 
         Raises:
-            QueueFull: no room, at once or in time.
+            QueueFull: no room, at once or in time; its field `retry_after_s` estimates when there will be.
             ServerClosed: after `close`.
             DeviceBroken: after a fatal error.
-            BadRequest: a sample larger than the whole queue.
+            BadRequest: a sample larger than the whole queue, or a deadline that is no number.
             CallerError: in a forked child.
         """
         self._check_process()
-        lane, nbytes = self._lane(sample, mode), self._nbytes(sample)
-        deadline_at = math.inf if deadline_s is None else self._clock() + deadline_s
-        waits = [s for s in (timeout_s, deadline_s, threading.TIMEOUT_MAX) if s is not None] if block else [0.0]
-        future: ItemFuture[R] = ItemFuture(self._withdraw, self._on_batch_thread)
-        with self._lock:
+        self._watch_thread.check_batch_thread()
+        core = self._core
+        lane = self._lane(sample, mode) if self._lane else None
+        sample = _owned(sample)
+        nbytes = self._nbytes(sample)
+        start_in_s, answer_in_s = _seconds(deadline_s), _seconds(call_deadline_s)
+        # Neither thread of the scheduler may wait for room: they make it.
+        may_wait = block and not self._on_own_thread()
+        wait_s = min(_seconds(timeout_s), start_in_s, answer_in_s, threading.TIMEOUT_MAX) if may_wait else 0.0
+        came_at = core.clock()
+        future: ItemFuture[R] = ItemFuture(self._withdraw, self._check_may_wait)
+        with core.lock:
             try:
-                self._admit(nbytes, min(waits))
+                core.admit(lane, nbytes, wait_s)
+                now = core.clock()
+                item = core.queue.push(
+                    sample,
+                    mode,
+                    future,
+                    lane=lane,
+                    nbytes=nbytes,
+                    now=now,
+                    start_by=came_at + start_in_s,
+                    answer_by=came_at + answer_in_s,
+                )
+                future.order = item.order
             except InferenceError:
-                self._queue.refused += 1
+                core.queue.refused += 1
                 raise
             finally:
-                self._call_next()
-            item = self._queue.push(
-                sample, mode, future, lane=lane, nbytes=nbytes, now=self._clock(), deadline_at=deadline_at
-            )
-            future.order = item.order
-            # Waking the thread for each item would cost more than the item.
-            if min(self._queue.lane_due_at(lane), deadline_at) < self._sleeps_until:
-                self._due.notify()
+                core.line.call_next()
+            core.batch_due.bring_forward(core.queue.lane_due_at(lane))
+            self._watch_thread.note_new_item(item.start_by, now)
         return future
 
     def flush(self) -> None:
         """Compute what is queued now without waiting for more: nothing else will come soon."""
-        with self._lock:
-            self._queue.flush()
-            self._due.notify()
+        with self._core.lock:
+            self._core.queue.flush()
+            self._core.batch_due.bring_forward()
+
+    def configure(self, *, max_batch_size: int | None = None, max_wait_s: float | None = None) -> None:
+        """Changes settings from the next batch on; what runs is not touched. Limits learnt from memory stay.
+
+        Raises:
+            ConfigError: a setting of the wrong type or out of range; nothing has changed then.
+        """
+        if max_batch_size is not None:
+            check_whole_number("max_batch_size", max_batch_size)
+            warn_if_no_batch_can_fill(max_batch_size, self._core.queue.lane_items, stacklevel=2)
+        if max_wait_s is not None:
+            check_seconds("max_wait_s", max_wait_s)
+        with self._core.lock:
+            queue = self._core.queue
+            queue.max_batch_size = max_batch_size or queue.max_batch_size
+            queue.max_wait_s = queue.max_wait_s if max_wait_s is None else max_wait_s
+            self._core.batch_due.bring_forward()
 
     def statistics(self) -> SchedulerStatistics:
         """Returns the counters and gauges, all of one moment."""
         self._check_process()
-        with self._lock:
-            return self._queue.statistics(
-                self._clock(),
-                accepting=self._make_refusal is None,
-                waiting=len(self._line),
+        self._watch_thread.check_batch_thread()
+        with self._core.lock:
+            return self._core.queue.statistics(
+                self._core.clock(),
+                state=self._core.state,
+                waiting=len(self._core.line),
                 forward_calls=self._forward.calls,
                 forward_s=self._forward.seconds,
             )
@@ -185,22 +231,24 @@ class BatchScheduler(Generic[T, R]):
         """Refuses new work, computes what is queued, and after `drain_s` fails the rest with `ServerClosed`.
 
         Idempotent, from any thread; of several calls the shortest drain counts. Returns at most a second after
-        `drain_s` even if the model hangs; its thread is then abandoned. Called on the batch thread (from a callback)
-        it returns at once and the thread ends when the queue is empty.
+        `drain_s` even if the model hangs; its thread is then abandoned. Called from a callback it returns at once.
         """
         if os.getpid() != self._pid:
             return
-        with self._lock:
-            refusal = partial(ServerClosed, f"scheduler {self._name} is closed: make a new one")
-            self._stop_admitting(self._make_refusal or refusal)
-        if self._on_batch_thread():
+        core = self._core
+        drain_s = min(max(drain_s, 0.0), threading.TIMEOUT_MAX)
+        refusal = partial(ServerClosed, f"scheduler {core.name} is closed: make a new one")
+        with core.lock:
+            core.drained_by = min(core.drained_by, core.clock() + drain_s)
+            core.stop_admitting(refusal, SchedulerState.CLOSED)
+        if self._on_own_thread():
             return
-        self._thread.join(min(max(drain_s, 0.0), threading.TIMEOUT_MAX))
-        if self._thread.is_alive():
-            text = f"scheduler {self._name} was closed before this item was computed: submit it again elsewhere"
-            self._fail_all(partial(ServerClosed, text))
-            self._thread.join(_JOIN_GRACE_S)
-        if not self._thread.is_alive():
+        self._watch_thread.check_batch_thread()
+        if not core.over.wait(drain_s):
+            core.end_drain()
+        for thread in (self._batch_thread, self._watch_thread):
+            thread.join(0 if core.abandoned else _JOIN_GRACE_S)
+        if core.abandoned or not self._batch_thread.is_alive():
             atexit.unregister(self._at_exit)
 
     def __enter__(self) -> Self:
@@ -212,175 +260,47 @@ class BatchScheduler(Generic[T, R]):
         self.close()
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(f"scheduler {self._name} cannot be pickled: it owns a thread; make one in each process")
-
-    # Callers' side; the lock is held in `_admit`, `_call_next` and `_stop_admitting`.
-
-    def _admit(self, nbytes: int, wait_s: float) -> None:
-        """Returns once there is room and nobody older waits for it, or raises."""
-        if self._make_refusal is not None:
-            raise self._make_refusal()
-        if nbytes > self._queue.max_bytes:
-            limit = self._queue.max_bytes
-            raise BadRequest(f"a sample of {nbytes} bytes exceeds max_queued_bytes={limit}: raise it", nbytes=nbytes)
-        if not self._line and self._queue.has_room(nbytes):
-            return
-        # The batch thread must not wait for room: only itself makes any.
-        if wait_s <= 0 or self._on_batch_thread() or not self._wait_in_line(nbytes, wait_s):
-            queued = self._queue.queued
-            raise QueueFull(f"scheduler {self._name} has {queued} items queued: try again later", queued=queued)
-        if self._make_refusal is not None:
-            raise self._make_refusal()
-
-    def _wait_in_line(self, nbytes: int, wait_s: float) -> bool:
-        turn = threading.Condition(self._lock)
-        self._line.append(turn)
-        try:
-            return turn.wait_for(
-                lambda: self._make_refusal is not None or (self._line[0] is turn and self._queue.has_room(nbytes)),
-                wait_s,
-            )
-        finally:
-            self._line.remove(turn)
-
-    def _call_next(self) -> None:
-        if self._line and self._queue.has_room(0):
-            self._line[0].notify()
+        raise TypeError(f"scheduler {self._core.name} cannot be pickled: it owns a thread; make one in each process")
 
     def _withdraw(self, order: int) -> None:
-        with self._lock:
-            self._queue.withdraw(order)
-            self._call_next()
-
-    def _stop_admitting(self, make_refusal: Callable[[], InferenceError]) -> None:
-        self._make_refusal = make_refusal
-        self._queue.draining = True
-        self._due.notify()
-        for turn in self._line:
-            turn.notify()
+        with self._core.lock:
+            self._core.queue.withdraw(order)
+            self._core.line.call_next()
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
-            raise CallerError(f"scheduler {self._name} belongs to process {self._pid}: make a new one after a fork")
+            raise CallerError(
+                f"scheduler {self._core.name} belongs to process {self._pid}: make a new one after a fork"
+            )
 
-    def _on_batch_thread(self) -> bool:
-        return threading.current_thread() is self._thread
+    def _check_may_wait(self) -> None:
+        self._check_process()
+        if self._on_own_thread():
+            raise CallerError("a thread of the scheduler would wait for itself: use a callback, or another thread")
+        self._watch_thread.check_batch_thread()
+
+    def _on_own_thread(self) -> bool:
+        return threading.current_thread() in (self._batch_thread, self._watch_thread)
 
     def _at_exit(self) -> None:
         self.close(drain_s=0)
-        if os.getpid() == self._pid:
-            self._thread.join(_EXIT_GRACE_S)
-
-    # The batch thread's side.
-
-    def _run_thread(self) -> None:
-        try:
-            while self._wait_until_due():
-                self._serve()
-        except BaseException as error:
-            logger.critical("%s: the batch thread ends", self._name, exc_info=True)
-            self._break(describe(error, FailureKind.FATAL).make_error)
-
-    def _wait_until_due(self) -> bool:
-        """Returns True when a batch or an expiry is due, False when the thread has nothing left to do."""
-        with self._lock:
-            while self._queue.queued or self._make_refusal is None:
-                due_at = self._queue.due_at()
-                wait_s = due_at - self._clock()
-                if wait_s <= 0:
-                    return True
-                self._sleeps_until = due_at
-                self._due.wait(min(wait_s, threading.TIMEOUT_MAX))
-                self._sleeps_until = -math.inf
-        return False
-
-    def _serve(self) -> None:
-        """Cuts what is due, computes it and answers it; what it held is gone when it returns."""
-        with self._device_lock:
-            # Cutting only now, with the device in hand, lets a batch fill while another model runs.
-            with self._lock:
-                batch = self._queue.cut(self._clock())
-                self._call_next()
-            if not isinstance(batch, Batch):
-                return
-            answers = [*map(_too_late, batch.expired), *self._compute(batch.items)]
-        # Only now, with the device free: a callback may wait for another model on it.
-        self._deliver(answers)
-
-    def _compute(self, items: list[Item[T, R]]) -> list[Answer[T, R]]:
-        """Runs the model on a batch, halving what fails, until each item has an answer; raises what is fatal."""
-        answers: list[Answer[T, R]] = []
-        todo, calls = deque([items]), 0
-        while todo:
-            # The larger halves first: should the budget end, they have decided more items than the smaller ones.
-            items = self._drop_late(todo.popleft(), answers)
-            if not items:
-                continue
-            if calls > self._retry_budget:
-                text = f"undecided after {calls} forward passes of a batch that fails: submit it again"
-                answers += [(item, ForwardError(text)) for item in items]
-                continue
-            half = (len(items) + 1) // 2
-            halves = [items[:half], items[half:]]
-            if len(items) > self._queue.limit(items[0].lane):
-                todo += halves
-                continue
-            calls += 1
-            outcome = self._forward([item.sample for item in items], [item.mode for item in items])
-            if not isinstance(outcome, Failure):
-                answers += zip(items, outcome, strict=True)
-            elif outcome.kind is FailureKind.FATAL:
-                raise outcome.make_error()
-            elif outcome.kind is None or len(items) == 1:
-                answers += [(item, outcome.make_error()) for item in items]
-            else:
-                if outcome.kind is FailureKind.OUT_OF_MEMORY:
-                    self._queue.lower_limit(items[0].lane, half)
-                todo += halves
-        return answers
-
-    def _drop_late(self, items: list[Item[T, R]], answers: list[Answer[T, R]]) -> list[Item[T, R]]:
-        """Leaves out what `close` has answered and what has expired since it was cut."""
-        with self._lock:
-            now = self._clock()
-            items = [item for item in items if self._queue.is_open(item)]
-        answers += [_too_late(item) for item in items if item.deadline_at <= now]
-        return [item for item in items if item.deadline_at > now]
-
-    def _deliver(self, answers: Iterable[Answer[T, R]]) -> None:
-        """Answers items that have no answer yet; never raises."""
-        with self._lock:
-            mine = [
-                (item.future, answer)
-                for item, answer in answers
-                if self._queue.settle(item, answer if isinstance(answer, InferenceError) else None)
-            ]
-        for future, answer in mine:
-            try:
-                if isinstance(answer, InferenceError):
-                    future.set_exception(answer)
-                else:
-                    future.set_result(answer)
-            except BaseException:
-                # A callback left with SystemExit or the like: that is not the scheduler's end, nor its neighbours'.
-                logger.exception("%s: a callback of a future failed", self._name)
-
-    def _fail_all(self, make_error: Callable[[], InferenceError]) -> None:
-        with self._lock:
-            items = self._queue.claim_all()
-        self._deliver((item, make_error()) for item in items)
-
-    def _break(self, make_error: Callable[[], InferenceError]) -> None:
-        with self._lock:
-            self._stop_admitting(make_error)
-        self._fail_all(make_error)
+        if os.getpid() == self._pid and not self._core.abandoned:
+            self._batch_thread.join(_EXIT_GRACE_S)
 
 
-def _too_late(item: Item[T, R]) -> Answer[T, R]:
-    return item, DeadlineExceeded("not computed before its deadline: allow more time or send less at once")
+def _seconds(deadline_s: float | None) -> float:
+    """A deadline as seconds from now; none is infinity."""
+    if deadline_s is None:
+        return math.inf
+    if math.isnan(deadline_s):
+        raise BadRequest("a deadline or timeout is NaN: give seconds")
+    return deadline_s
 
 
-def _check_whole_numbers(least: int = 1, **settings: object) -> None:
-    for name, value in settings.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ConfigError(f"{name} is {value!r}: give a whole number, {least} or more", **{name: value})
+def _owned(sample: T) -> T:
+    """A read-only copy of a writable array, which its caller may go on writing to."""
+    if not isinstance(sample, np.ndarray) or not sample.flags.writeable:
+        return sample
+    copy: np.ndarray[Any, Any] = sample.copy()
+    copy.flags.writeable = False
+    return cast("T", copy)

@@ -8,8 +8,7 @@ from concurrent.futures import Future
 import pytest
 
 from inference.batching import BatchScheduler
-
-PATIENCE_S = 10.0  # far above what any step takes: a longer wait is a deadlock
+from tests.inference.batching.patience import PATIENCE_S
 
 Rows = Sequence[str | Exception]
 StartScheduler = Callable[..., BatchScheduler[int, str]]
@@ -31,7 +30,7 @@ class FakeModel:
         self.calls.append(list(samples))
         self.modes.append(list(modes))
         self._entered.release()
-        assert self._gate.wait(PATIENCE_S), "held for ever"
+        self.wait_until_released()
         return self.react(list(samples))
 
     @property
@@ -49,6 +48,9 @@ class FakeModel:
         self._gate.clear()
         while self._entered.acquire(blocking=False):  # calls before this one
             pass
+
+    def wait_until_released(self) -> None:
+        assert self._gate.wait(PATIENCE_S), "held for ever"
 
     def release(self) -> None:
         self._gate.set()

@@ -13,14 +13,13 @@ import pytest
 
 from inference.batching import BatchScheduler
 from inference.errors import DeadlineExceeded
+from tests.inference.batching.patience import PATIENCE_S
 
 if TYPE_CHECKING:
     from tests.inference.batching.conftest import FakeModel, StartScheduler
 
-PATIENCE_S = 10.0
 
-
-def test_a_full_batch_leaves_without_waiting(start: "StartScheduler", model: "FakeModel") -> None:
+def test_s1_a_full_batch_leaves_without_waiting(start: "StartScheduler", model: "FakeModel") -> None:
     scheduler = start(max_batch_size=4, max_wait_s=1000)
     futures = [scheduler.submit(sample, mode) for sample, mode in enumerate(["embedding", "prediction"] * 2)]
     assert [future.result(PATIENCE_S) for future in futures] == ["r0", "r1", "r2", "r3"]
@@ -28,12 +27,12 @@ def test_a_full_batch_leaves_without_waiting(start: "StartScheduler", model: "Fa
     assert model.modes == [["embedding", "prediction"] * 2]
 
 
-def test_a_lone_item_leaves_after_its_wait(start: "StartScheduler") -> None:
+def test_s1_a_lone_item_leaves_after_its_wait(start: "StartScheduler") -> None:
     scheduler = start(max_wait_s=0.05)
     assert scheduler.submit(7).result(PATIENCE_S) == "r7"
 
 
-def test_without_wait_all_that_queued_behind_a_batch_leaves_together(
+def test_s2_without_wait_all_that_queued_behind_a_batch_leaves_together(
     start: "StartScheduler", model: "FakeModel"
 ) -> None:
     scheduler = start(max_wait_s=0)
@@ -44,7 +43,7 @@ def test_without_wait_all_that_queued_behind_a_batch_leaves_together(
     assert model.calls == [[-1], [0, 1, 2]]
 
 
-def test_an_idle_scheduler_does_not_even_look_at_the_clock(start: "StartScheduler") -> None:
+def test_s3_an_idle_scheduler_does_not_even_look_at_the_clock(start: "StartScheduler") -> None:
     looks = threading.Semaphore(0)
 
     def clock() -> float:
@@ -58,7 +57,7 @@ def test_an_idle_scheduler_does_not_even_look_at_the_clock(start: "StartSchedule
     assert not looks.acquire(timeout=0.3)
 
 
-def test_every_caller_gets_its_own_result_in_its_own_order(start: "StartScheduler", model: "FakeModel") -> None:
+def test_s4_every_caller_gets_its_own_result_in_its_own_order(start: "StartScheduler", model: "FakeModel") -> None:
     scheduler = start(max_batch_size=7, max_wait_s=0.001, max_queued_items=50)
     together = threading.Barrier(64)
 
@@ -74,7 +73,7 @@ def test_every_caller_gets_its_own_result_in_its_own_order(start: "StartSchedule
     assert len(model.seen) == 64 * 20  # each computed once
 
 
-def test_a_cancelled_item_frees_its_place_and_never_reaches_the_model(
+def test_s6_a_cancelled_item_frees_its_place_and_never_reaches_the_model(
     start: "StartScheduler", model: "FakeModel"
 ) -> None:
     scheduler = start(max_queued_items=3, max_batch_size=3)
@@ -91,7 +90,7 @@ def test_a_cancelled_item_frees_its_place_and_never_reaches_the_model(
     assert {future.done() for future in as_completed(futures, PATIENCE_S)} == {True}
 
 
-def test_cancelling_at_any_moment_leaves_the_scheduler_serving(start: "StartScheduler", model: "FakeModel") -> None:
+def test_s7_cancelling_at_any_moment_leaves_the_scheduler_serving(start: "StartScheduler", model: "FakeModel") -> None:
     scheduler = start()
     running = model.occupy(scheduler)
     queued = scheduler.submit(1)
@@ -105,7 +104,7 @@ def test_cancelling_at_any_moment_leaves_the_scheduler_serving(start: "StartSche
     assert scheduler.statistics().wasted == 1
 
 
-def test_a_batch_whose_callers_have_all_cancelled_is_not_run(start: "StartScheduler", model: "FakeModel") -> None:
+def test_s8_a_batch_whose_callers_have_all_cancelled_is_not_run(start: "StartScheduler", model: "FakeModel") -> None:
     scheduler = start()
     model.occupy(scheduler)
     assert all(scheduler.submit(sample).cancel() for sample in range(3))
@@ -115,7 +114,7 @@ def test_a_batch_whose_callers_have_all_cancelled_is_not_run(start: "StartSchedu
     assert scheduler.statistics().cancelled == 3
 
 
-def test_random_cancels_from_many_threads_leave_the_books_in_balance(start: "StartScheduler") -> None:
+def test_s28_random_cancels_from_many_threads_leave_the_books_in_balance(start: "StartScheduler") -> None:
     scheduler = start(max_batch_size=5, max_queued_items=40)
 
     def call(seed: int) -> int:
@@ -131,7 +130,7 @@ def test_random_cancels_from_many_threads_leave_the_books_in_balance(start: "Sta
     assert (books.completed, books.cancelled) == (kept, 800 - kept)
 
 
-def test_an_item_whose_deadline_passes_in_the_queue_never_reaches_the_model(
+def test_s9_an_item_whose_deadline_passes_in_the_queue_never_reaches_the_model(
     start: "StartScheduler", model: "FakeModel"
 ) -> None:
     now = [0.0]
@@ -147,7 +146,7 @@ def test_an_item_whose_deadline_passes_in_the_queue_never_reaches_the_model(
     assert scheduler.statistics().expired == 1
 
 
-def test_a_sleeping_scheduler_wakes_for_a_deadline(start: "StartScheduler") -> None:
+def test_s9_a_sleeping_scheduler_wakes_for_a_deadline(start: "StartScheduler") -> None:
     looks = threading.Semaphore(0)
 
     def clock() -> float:
@@ -163,7 +162,7 @@ def test_a_sleeping_scheduler_wakes_for_a_deadline(start: "StartScheduler") -> N
     assert not patient.done()
 
 
-def test_lanes_never_share_a_batch(start: "StartScheduler", model: "FakeModel") -> None:
+def test_s17_lanes_never_share_a_batch(start: "StartScheduler", model: "FakeModel") -> None:
     scheduler = start(lane=lambda sample, mode: (sample % 2, mode))
     model.occupy(scheduler)
     futures = [scheduler.submit(sample) for sample in range(6)]
@@ -202,7 +201,7 @@ def test_a_batch_is_cut_only_when_the_device_is_free_so_it_fills_meanwhile(
     assert model.calls == [[0, 2]]
 
 
-def test_nothing_runs_when_all_was_cancelled_while_the_device_was_taken(
+def test_s8_nothing_runs_when_all_was_cancelled_while_the_device_was_taken(
     start: "StartScheduler", model: "FakeModel"
 ) -> None:
     device = Device()
@@ -215,7 +214,7 @@ def test_nothing_runs_when_all_was_cancelled_while_the_device_was_taken(
     assert model.calls == [[2]]
 
 
-def test_a_callback_may_wait_for_another_model_on_the_same_device(start: "StartScheduler") -> None:
+def test_s22_a_callback_may_wait_for_another_model_on_the_same_device(start: "StartScheduler") -> None:
     device = threading.Lock()
     first, second = start(device_lock=device), start(device_lock=device)
     answers: Future[str] = Future()
@@ -223,7 +222,7 @@ def test_a_callback_may_wait_for_another_model_on_the_same_device(start: "StartS
     assert answers.result(PATIENCE_S) == "r2"
 
 
-def test_a_callback_may_submit_a_thousand_deep(start: "StartScheduler") -> None:
+def test_s22_a_callback_may_submit_a_thousand_deep(start: "StartScheduler") -> None:
     scheduler = start()
     bottom = threading.Event()
 
@@ -237,7 +236,7 @@ def test_a_callback_may_submit_a_thousand_deep(start: "StartScheduler") -> None:
     assert bottom.wait(PATIENCE_S)
 
 
-def test_a_callback_that_fails_harms_nobody(
+def test_s7_a_callback_that_fails_harms_nobody(
     start: "StartScheduler", model: "FakeModel", caplog: pytest.LogCaptureFixture
 ) -> None:
     scheduler = start()
@@ -250,7 +249,7 @@ def test_a_callback_that_fails_harms_nobody(
     assert "a callback of a future failed" in caplog.text
 
 
-def test_cancelling_the_task_that_waits_frees_the_place(start: "StartScheduler", model: "FakeModel") -> None:
+def test_s19_cancelling_the_task_that_waits_frees_the_place(start: "StartScheduler", model: "FakeModel") -> None:
     scheduler = start()
     model.occupy(scheduler)
 
@@ -266,7 +265,7 @@ class Sample:
     """Something whose end can be observed."""
 
 
-def test_a_kept_result_keeps_neither_its_sample_nor_its_neighbours() -> None:
+def test_s25_a_kept_result_keeps_neither_its_sample_nor_its_neighbours() -> None:
     gone = threading.Semaphore(0)
     with BatchScheduler[Sample, Sample](lambda samples, _: [Sample() for _ in samples], max_batch_size=2) as scheduler:
         samples = [Sample(), Sample()]

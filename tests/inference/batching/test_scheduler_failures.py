@@ -1,130 +1,40 @@
-"""What an exception of the forward pass does to the item at fault, its neighbours and the scheduler."""
+"""What an exception of the forward pass does to its batch, its waiters and the scheduler."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from inference.batching import BatchScheduler, FailureKind
+from inference.batching import FailureKind, SchedulerState
 from inference.errors import (
-    BadRequest,
     CallerError,
-    DeadlineExceeded,
     DeviceBroken,
     ForwardError,
     InferenceError,
     ModelContractError,
     NonFiniteOutput,
     QueueFull,
-    TileError,
 )
+from tests.inference.batching.failing import fail_on, outcomes, submit_together
+from tests.inference.batching.patience import PATIENCE_S
 
 if TYPE_CHECKING:
     from tests.inference.batching.conftest import FakeModel, Rows, StartScheduler
-
-PATIENCE_S = 10.0
 
 
 class OutOfMemoryError(RuntimeError):
     """Stands for torch's."""
 
 
-def submit_together(
-    scheduler: BatchScheduler[int, str], model: "FakeModel", samples: Sequence[int]
-) -> list[Future[str]]:
-    """Queues all samples behind a held call, so that they are cut as one batch."""
-    model.occupy(scheduler)
-    futures = [scheduler.submit(sample) for sample in samples]
-    model.release()
-    return futures
-
-
-def fail_on(*bad: int, error: type[BaseException] = ValueError) -> "Callable[[list[int]], Rows]":
-    def react(samples: list[int]) -> "Rows":
-        guilty = sorted(set(samples) & set(bad))
-        if guilty:
-            raise error(f"cannot compute {guilty}")
-        return [f"r{sample}" for sample in samples]
-
-    return react
-
-
-def outcomes(futures: Sequence[Future[str]]) -> list[str]:
-    """The result of each, or the code of its error."""
-    found = []
-    for future in futures:
-        error = future.exception(PATIENCE_S)
-        assert error is None or isinstance(error, InferenceError)
-        found.append(future.result(0) if error is None else error.code)
-    return found
-
-
-def test_one_bad_item_of_32_fails_alone_within_11_calls(start: "StartScheduler", model: "FakeModel") -> None:
-    scheduler = start()
-    model.react = fail_on(19)
-    futures = submit_together(scheduler, model, range(32))
-    assert outcomes(futures) == ["tile_error" if n == 19 else f"r{n}" for n in range(32)]
-    assert len(model.calls) - 1 <= 11
-    error = futures[19].exception(0)
-    assert isinstance(error, TileError)
-    assert error.fields == {"error_type": "ValueError", "error_text": "cannot compute [19]"}
-    assert (error.retryable, error.__cause__, error.__context__) == (False, None, None)
-
-
-def test_the_pipeline_halves_to_the_end_so_that_no_innocent_item_fails(
-    start: "StartScheduler", model: "FakeModel"
-) -> None:
-    scheduler = start()
-    bad = [0, 1, 17, 40, 41, 63]
-    model.react = fail_on(*bad)
-    futures = submit_together(scheduler, model, range(64))
-    assert outcomes(futures) == ["tile_error" if n in bad else f"r{n}" for n in range(64)]
-    assert scheduler.statistics().failed == {"tile_error": 6}
-
-
-def test_what_a_spent_budget_leaves_undecided_may_be_tried_again(start: "StartScheduler", model: "FakeModel") -> None:
-    scheduler = start(retry_budget=3)
-    model.react = fail_on(0)
-    futures = submit_together(scheduler, model, range(8))
-    assert outcomes(futures) == ["forward_error"] * 4 + ["r4", "r5", "r6", "r7"]
-    assert model.calls[1:] == [[0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3], [4, 5, 6, 7], [0, 1]]
-    error = futures[0].exception(0)
-    assert isinstance(error, ForwardError)
-    assert error.retryable
-
-
-def test_no_budget_means_one_call(start: "StartScheduler", model: "FakeModel") -> None:
-    scheduler = start(retry_budget=0)
-    model.react = fail_on(0)
-    assert outcomes(submit_together(scheduler, model, range(8))) == ["forward_error"] * 8
-    assert len(model.calls) == 2
-
-
-def test_without_failures_every_item_is_computed_once(start: "StartScheduler", model: "FakeModel") -> None:
+def test_s24_without_failures_every_item_is_computed_once(start: "StartScheduler", model: "FakeModel") -> None:
     scheduler = start(max_batch_size=7)
     outcomes(submit_together(scheduler, model, range(100)))
     assert sorted(model.seen) == [-1, *range(100)]
 
 
-def test_an_error_of_ours_keeps_its_class_and_fields(start: "StartScheduler", model: "FakeModel") -> None:
-    scheduler = start()
-
-    def react(samples: list[int]) -> "Rows":
-        if 1 in samples:
-            raise BadRequest("not an image", field="tile")
-        return [f"r{sample}" for sample in samples]
-
-    model.react = react
-    futures = submit_together(scheduler, model, range(3))
-    error = futures[1].exception(PATIENCE_S)
-    assert isinstance(error, BadRequest)
-    assert error.fields == {"field": "tile"}
-    assert [futures[0].result(PATIENCE_S), futures[2].result(PATIENCE_S)] == ["r0", "r2"]
-
-
-def test_an_exception_in_a_row_fails_that_row_alone(start: "StartScheduler", model: "FakeModel") -> None:
+def test_s5_an_exception_in_a_row_fails_that_row_alone(start: "StartScheduler", model: "FakeModel") -> None:
     scheduler = start()
     model.react = lambda samples: [
         {2: NonFiniteOutput("NaN"), 3: ValueError("odd")}.get(sample, f"r{sample}") for sample in samples
@@ -151,7 +61,7 @@ BAD_RETURNS: dict[str, Callable[[list[int]], Any]] = {
 
 
 @pytest.mark.parametrize("returned", BAD_RETURNS)
-def test_a_model_that_returns_the_wrong_thing_fails_that_batch_and_no_other(
+def test_s5_a_model_that_returns_the_wrong_thing_fails_that_batch_and_no_other(
     start: "StartScheduler", model: "FakeModel", returned: str
 ) -> None:
     scheduler = start()
@@ -167,7 +77,7 @@ def test_a_model_that_returns_the_wrong_thing_fails_that_batch_and_no_other(
 
 
 @pytest.mark.parametrize("error", [ModelContractError("wrong shape"), DeviceBroken("device-side assert")], ids=repr)
-def test_every_waiter_gets_an_exception_of_its_own(
+def test_s11_every_waiter_gets_an_exception_of_its_own(
     start: "StartScheduler", model: "FakeModel", error: InferenceError
 ) -> None:
     scheduler = start()
@@ -189,14 +99,10 @@ def test_every_waiter_gets_an_exception_of_its_own(
 
 
 @pytest.mark.parametrize("error", [MemoryError, OutOfMemoryError])
-def test_out_of_memory_halves_and_later_batches_stay_below_the_limit(
+def test_s12_out_of_memory_halves_and_later_batches_stay_below_the_limit(
     start: "StartScheduler", model: "FakeModel", error: type[Exception]
 ) -> None:
-    scheduler = start(
-        classify=lambda e: (
-            FailureKind.OUT_OF_MEMORY if isinstance(e, MemoryError | OutOfMemoryError) else FailureKind.ITEM
-        )
-    )
+    scheduler = start()
 
     def react(samples: list[int]) -> "Rows":
         if len(samples) > 8:
@@ -211,7 +117,24 @@ def test_out_of_memory_halves_and_later_batches_stay_below_the_limit(
     assert [len(call) for call in model.calls[13:]] == [8, 8, 4]
 
 
-def test_an_item_that_does_not_fit_even_alone_may_be_tried_again(start: "StartScheduler", model: "FakeModel") -> None:
+def test_s12_the_lower_limit_is_for_that_kind_of_input_alone(start: "StartScheduler", model: "FakeModel") -> None:
+    scheduler = start(lane=lambda sample, _: sample >= 100)
+
+    def react(samples: list[int]) -> "Rows":
+        if samples[0] >= 100 and len(samples) > 2:
+            raise MemoryError
+        return [f"r{sample}" for sample in samples]
+
+    model.react = react
+    outcomes(submit_together(scheduler, model, [*range(8), *range(100, 108)]))
+    assert scheduler.statistics().batch_limits == {True: 2}
+    outcomes(submit_together(scheduler, model, range(8)))
+    assert model.calls[-1] == list(range(8))
+
+
+def test_s12_an_item_that_does_not_fit_even_alone_may_be_tried_again(
+    start: "StartScheduler", model: "FakeModel"
+) -> None:
     scheduler = start()
     model.react = fail_on(1, error=MemoryError)
     futures = submit_together(scheduler, model, range(2))
@@ -219,7 +142,7 @@ def test_an_item_that_does_not_fit_even_alone_may_be_tried_again(start: "StartSc
     assert scheduler.submit(5).result(PATIENCE_S) == "r5"
 
 
-def test_a_fatal_error_answers_everybody_and_refuses_new_work(start: "StartScheduler", model: "FakeModel") -> None:
+def test_s13_a_fatal_error_answers_everybody_and_refuses_new_work(start: "StartScheduler", model: "FakeModel") -> None:
     scheduler = start(max_batch_size=2, max_queued_items=3, classify=lambda _: FailureKind.FATAL)
     model.react = fail_on(0, error=RuntimeError)
     futures = submit_together(scheduler, model, range(3))
@@ -234,8 +157,28 @@ def test_a_fatal_error_answers_everybody_and_refuses_new_work(start: "StartSched
     assert len(model.calls) == 2
 
 
+@pytest.mark.parametrize("text", ["an illegal memory access was encountered", "device-side assert triggered"])
+def test_s13_a_cuda_error_that_lasts_breaks_the_scheduler_though_the_model_wrapped_it(
+    start: "StartScheduler", model: "FakeModel", text: str
+) -> None:
+    scheduler = start(max_batch_size=4)
+
+    def react(samples: list[int]) -> "Rows":
+        if samples == [-1]:
+            return ["r-1"]
+        try:
+            raise RuntimeError(f"CUDA error: {text}")
+        except RuntimeError as error:
+            raise ForwardError("the forward pass failed") from error
+
+    model.react = react
+    assert outcomes(submit_together(scheduler, model, range(20))) == ["device_broken"] * 20
+    assert len(model.calls) == 2  # not halved
+    assert scheduler.statistics().state is SchedulerState.BROKEN
+
+
 @pytest.mark.parametrize("death", [SystemExit, KeyboardInterrupt, GeneratorExit])
-def test_the_batch_thread_does_not_die_in_silence(
+def test_s14_the_batch_thread_does_not_die_in_silence(
     start: "StartScheduler", model: "FakeModel", death: type[BaseException], caplog: pytest.LogCaptureFixture
 ) -> None:
     scheduler = start(max_batch_size=2)
@@ -252,7 +195,7 @@ def test_the_batch_thread_does_not_die_in_silence(
     assert "the batch thread ends" in caplog.text
 
 
-def test_a_broken_scheduler_sends_blocked_submitters_away(start: "StartScheduler", model: "FakeModel") -> None:
+def test_s13_a_broken_scheduler_sends_blocked_submitters_away(start: "StartScheduler", model: "FakeModel") -> None:
     scheduler = start(max_queued_items=1, max_batch_size=1)
     model.react = fail_on(-1, error=SystemExit)
     model.occupy(scheduler)
@@ -274,7 +217,9 @@ def test_a_broken_scheduler_sends_blocked_submitters_away(start: "StartScheduler
     thread.join(PATIENCE_S)
 
 
-def test_a_model_that_waits_for_its_own_scheduler_gets_an_error(start: "StartScheduler", model: "FakeModel") -> None:
+def test_s22_a_model_that_waits_for_its_own_scheduler_gets_an_error(
+    start: "StartScheduler", model: "FakeModel"
+) -> None:
     scheduler = start(max_queued_items=1, max_batch_size=1)
 
     def react(samples: list[int]) -> "Rows":
@@ -297,54 +242,7 @@ def test_a_model_that_waits_for_its_own_scheduler_gets_an_error(start: "StartSch
     assert isinstance(scheduler.submit(5).exception(PATIENCE_S), CallerError)
 
 
-def test_a_batch_is_not_repeated_for_items_past_their_deadline(start: "StartScheduler", model: "FakeModel") -> None:
-    now = [0.0]
-    scheduler = start(clock=lambda: now[0])
-    model.occupy(scheduler)
-    futures = [scheduler.submit(1, deadline_s=5), scheduler.submit(2)]
-
-    def react(samples: list[int]) -> "Rows":
-        if len(samples) > 1:
-            now[0] = 6.0
-            raise ValueError
-        return [f"r{sample}" for sample in samples]
-
-    model.react = react
-    model.release()
-    assert isinstance(futures[0].exception(PATIENCE_S), DeadlineExceeded)
-    assert futures[1].result(PATIENCE_S) == "r2"
-    assert model.calls == [[-1], [1, 2], [2]]
-
-
-def test_a_batch_is_not_repeated_for_items_that_close_has_answered(
-    start: "StartScheduler", model: "FakeModel", monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("inference.batching.scheduler._JOIN_GRACE_S", 0.01)
-    scheduler = start()
-    model.occupy(scheduler)
-    futures = [scheduler.submit(sample) for sample in range(8)]
-    closed = threading.Event()
-
-    def react(samples: list[int]) -> "Rows":
-        if len(samples) == 8:
-            closing.start()
-            assert closed.wait(PATIENCE_S)
-        raise ValueError
-
-    def close() -> None:
-        scheduler.close(drain_s=0)
-        closed.set()
-
-    closing = threading.Thread(target=close)
-    model.react = react
-    model.release()
-    assert outcomes(futures) == ["server_closed"] * 8
-    closing.join(PATIENCE_S)
-    scheduler.close()
-    assert len(model.calls) == 2
-
-
-def test_the_traceback_of_a_failing_model_is_logged_once(
+def test_s11_the_traceback_of_a_failing_model_is_logged_once(
     start: "StartScheduler", model: "FakeModel", caplog: pytest.LogCaptureFixture
 ) -> None:
     scheduler = start()
