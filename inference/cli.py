@@ -20,6 +20,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from inference.cli_models import add_model_commands
 from inference.console import complain, log_in_lines, text_path
 from inference.engine.chain import Chain, SlideOutcome, SlideStatus
 from inference.engine.inventory import read_inventory, write_inventory
@@ -29,7 +30,8 @@ from inference.engine.run import find_slides
 from inference.engine.settings import Settings, Stage
 from inference.errors import ArtifactRefused, Broken, CallerError, ConfigError, InferenceError, StoreError, StoreFull
 from inference.interrupts import Interrupted, StopRequest
-from inference.models.registry import registered_models, resolve_model
+from inference.models.registry import resolve_model
+from inference.serving.command import serve
 from inference.slides.discovery import Inventory, printable
 from inference.store.store import Store
 
@@ -105,11 +107,8 @@ def run(
     raise typer.Exit(stop.exit_code or tally.exit_code)
 
 
-@app.command()
-def models() -> None:
-    """List the models that can be run by name."""
-    for name in registered_models():
-        _out.print(name)
+add_model_commands(app)
+app.command()(serve)
 
 
 @dataclass
@@ -239,8 +238,7 @@ def main() -> None:
         app()
     except InferenceError as error:
         complain(f"error: {error.message}")
-        code = BAD_USAGE if isinstance(error, CallerError | ArtifactRefused) else FAILED
-    sys.exit(code)
+        sys.exit(BAD_USAGE if isinstance(error, CallerError | ArtifactRefused) else FAILED)
 
 
 if __name__ == "__main__":

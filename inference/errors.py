@@ -2,7 +2,10 @@
 
     InferenceError
     ├── CallerError(ValueError)            the request, the configuration or the slide is wrong
-    │   ├── BadRequest                       an image or field that cannot be used
+    │   ├── BadRequest                       an image or value that cannot be used
+    │   │   ├── InvalidRequest               a field is missing, unknown or of the wrong kind
+    │   │   └── TooLarge                     more than the service takes
+    │   ├── Unauthorized                     the service wants a token it was not given
     │   ├── ConfigError                      a setting, cohort file, model spec or command line
     │   │   ├── UnknownModel
     │   │   └── MissingResult                a stage was asked for before the one it needs
@@ -21,6 +24,7 @@
     │   ├── DeadlineExceeded(TimeoutError)
     │   ├── ServerClosed
     │   └── PartitionBusy
+    ├── BatchError                         an explicit batch of which some items failed; holds them all
     └── Broken                             the surroundings are broken; no slide is to blame
         ├── ModelContractError
         ├── ArtifactRefused
@@ -63,6 +67,24 @@ class BadRequest(CallerError):
     """A request whose image or fields cannot be used."""
 
     code = "bad_request"
+
+
+class InvalidRequest(BadRequest):
+    """A request that breaks the schema: a field is missing, unknown or of the wrong kind."""
+
+    code = "invalid_request"
+
+
+class TooLarge(BadRequest):
+    """A body, image or list larger than the service takes."""
+
+    code = "too_large"
+
+
+class Unauthorized(CallerError):
+    """The service wants a token that it was not given."""
+
+    code = "unauthorized"
 
 
 class ConfigError(CallerError):
@@ -145,6 +167,10 @@ class ForwardError(TileFailure, RuntimeError):
     retryable = True
 
 
+_ForwardError = ForwardError
+"""The name that the original contract gives it."""
+
+
 class TileError(ForwardError):
     """The forward pass fails on this very tile, alone."""
 
@@ -187,6 +213,22 @@ class PartitionBusy(Overloaded):
     """Another process is writing this slide's result."""
 
     code = "partition_busy"
+
+
+class BatchError(InferenceError):
+    """Some items of an explicit batch failed. Nothing is lost: `results` has every item's result or error, in order.
+
+    Attributes:
+        results: per position, what the call would have returned for it, or its `InferenceError`.
+    """
+
+    code = "batch_error"
+
+    @property
+    def results(self) -> "list[object]":
+        found = self.fields.get("results", [])
+        assert isinstance(found, list), "made with one result per item"
+        return found
 
 
 class Broken(InferenceError):

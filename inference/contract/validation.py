@@ -3,30 +3,50 @@
 import json
 from typing import NoReturn
 
-from pydantic import ValidationError
+from pydantic import ConfigDict, FiniteFloat, TypeAdapter, ValidationError
 
-from inference.errors import BadRequest
+from inference.errors import BadRequest, InvalidRequest
 
 SHOWN = 3
 """Problems named before the rest is only counted."""
 
+_NUMBERS = TypeAdapter(list[FiniteFloat], config=ConfigDict(strict=True))
 
-def parse_json(text: str) -> object:
-    """The value of a JSON text.
+
+def parse_json(text: str | bytes) -> object:
+    """The value of a JSON text; bytes are UTF-8.
 
     Raises:
         BadRequest: not JSON, NaN or infinity, a key twice, nested too deeply, an integer of thousands of digits, or
             text that is not Unicode.
     """
     try:
+        if isinstance(text, bytes):
+            text = text.decode()  # `json` would take other encodings too
         value: object = json.loads(text, object_pairs_hook=_object, parse_constant=_not_a_number)
     except BadRequest:
         raise
     except RecursionError:
         raise BadRequest("the body is not usable JSON: nested too deeply") from None
+    except UnicodeDecodeError:
+        raise BadRequest("the body is not JSON: its bytes are not UTF-8") from None
     except ValueError as error:
         raise BadRequest(f"the body is not JSON: {error}") from None
     return value
+
+
+def parse_numbers(text: str | bytes) -> list[float]:
+    """The numbers of a JSON list.
+
+    Raises:
+        BadRequest: not JSON.
+        InvalidRequest: not a list, or something in it is no finite number.
+    """
+    found = parse_json(text)
+    try:
+        return _NUMBERS.validate_python(found)
+    except ValidationError as error:
+        raise InvalidRequest(f"the body is a list of numbers: {explain(error)}") from None
 
 
 def explain(error: ValidationError) -> str:

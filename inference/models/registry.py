@@ -6,10 +6,11 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from inference.errors import ConfigError, UnknownModel
-from inference.models.artifact import ArtifactManifest, load_manifest
-from inference.models.spec import MODEL_NAME, load_model_spec
+from inference.models.artifact import SUFFIXES, ArtifactManifest, load_manifest
+from inference.models.spec import MODEL_NAME, known_specs, load_model_spec
 
 SAGEMAKER_MODELS = Path("/opt/ml/model")
 
@@ -21,33 +22,64 @@ class Checkpoint:
     path: Path
     manifest: ArtifactManifest
 
+    @classmethod
+    def at(cls, path: Path) -> Self:
+        """The checkpoint at a path.
+
+        Raises:
+            UnknownModel, ArtifactRefused: as `load_manifest`.
+        """
+        return cls(path, load_manifest(path))
+
 
 def resolve_model(name_or_path: str, *, cache: Path | None = None) -> Checkpoint:
     """Find, or export on first use, the checkpoint a user means.
 
-    Looks at, in this order: a path that ends in `.pt2`; `<name>.pt2` among the files and in the folders of
-    `SLIDE_MODELS`, then in /opt/ml/model; registered models that export themselves (`demo`), cached in `cache`,
-    else in `SLIDE_MODEL_CACHE`, else in the user's cache folder.
+    Looks at, in this order: a path that ends in `.pt2` or `.onnx`; `<name>.pt2`, then `<name>.onnx`, among the files
+    and in the folders of `SLIDE_MODELS`, then in /opt/ml/model, then among those exported to `cache`, else to
+    `SLIDE_MODEL_CACHE`, else to the user's cache folder; registered models that export themselves (`demo`), there.
 
     Raises:
-        UnknownModel: nothing has this name.
+        UnknownModel: nothing has this name, or its weights have not been exported yet; then with the commands.
         ArtifactRefused: the checkpoint has no usable manifest.
         ConfigError: `SLIDE_MODELS` names what does not exist, or the export failed.
     """
-    if name_or_path.endswith(".pt2"):
-        path = Path(name_or_path)
-        return Checkpoint(path, load_manifest(path))
-    # A name is looked up, never taken as part of a path that leads out of the model folders.
-    if re.fullmatch(MODEL_NAME, name_or_path):
-        for found in _candidates(name_or_path):
-            if os.path.lexists(found):
-                return Checkpoint(found, load_manifest(found))
-        if exporter := _EXPORTERS.get(name_or_path):
-            exported = exporter(cache or model_cache())
-            return Checkpoint(exported, load_manifest(exported))
+    if name_or_path.endswith(SUFFIXES):
+        return Checkpoint.at(Path(name_or_path))
+    for found in checkpoints_of(name_or_path, cache):
+        return Checkpoint.at(found)
+    if exporter := _EXPORTERS.get(name_or_path):
+        return Checkpoint.at(exporter(cache or model_cache()))
+    if name_or_path in known_specs():
+        raise UnknownModel(f"{name_or_path} is not exported yet: {'; then '.join(export_commands(name_or_path))}")
     raise UnknownModel(
-        f"no model {name_or_path!r}: give the path of a .pt2 checkpoint with its manifest, "
-        f"or one of the registered names: {', '.join(sorted(_EXPORTERS))}"
+        f"no model {name_or_path!r}: give the path of a .pt2 or .onnx checkpoint with its manifest, one of the "
+        f"registered names: {', '.join(sorted(_EXPORTERS))}, or one that slide-inference models lists"
+    )
+
+
+def checkpoints_of(name: str, cache: Path | None = None) -> Iterator[Path]:
+    """Checkpoint files that lie where this name is looked for, the preferred place first; existing ones only.
+
+    Raises:
+        ConfigError: `SLIDE_MODELS` names what does not exist.
+    """
+    # A name is looked up, never taken as part of a path that leads out of the model folders.
+    if re.fullmatch(MODEL_NAME, name):
+        for path in _candidates(name, cache):
+            if os.path.lexists(path):
+                yield path
+
+
+def export_commands(name: str) -> tuple[str, ...]:
+    """What a user does to make a known spec runnable, step by step."""
+    spec = load_model_spec(name)
+    if spec.access == "proprietary":
+        return (f"put the checkpoint and the manifest of {name} from its vendor into a folder of SLIDE_MODELS",)
+    gate = ", which asks for access first" if spec.access == "gated" else ""
+    return (
+        f"download the weights from {spec.weights_source}{gate}",
+        f"slide-inference export {name} --weights FILE",
     )
 
 
@@ -82,15 +114,25 @@ def model_places() -> list[Path]:
     return places
 
 
-def _candidates(name: str) -> Iterator[Path]:
+def model_folders(cache: Path | None = None) -> list[Path]:
+    """Folders and files in which checkpoints are looked for by name, the preferred place first.
+
+    Raises:
+        ConfigError: as `model_places`.
+    """
+    return [*model_places(), SAGEMAKER_MODELS, cache or model_cache()]
+
+
+def _candidates(name: str, cache: Path | None) -> Iterator[Path]:
     """Where the checkpoint of a model may lie, the preferred place first."""
-    for place in [*model_places(), SAGEMAKER_MODELS]:
+    for place in model_folders(cache):
         if place.is_file():
-            if place.name == f"{name}.pt2":
+            if place.stem == name and place.suffix in SUFFIXES:
                 yield place
         else:
-            yield place / f"{name}.pt2"
-            yield place / name / f"{name}.pt2"
+            for suffix in SUFFIXES:
+                yield place / f"{name}{suffix}"
+                yield place / name / f"{name}{suffix}"
 
 
 def _export_demo(cache: Path) -> Path:

@@ -1,13 +1,17 @@
 """The server model: stage 1 prepares one request alone, stage 2 runs a batch of prepared ones."""
 
 import logging
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from inference.contract import ModelMetadata, ModelRequest, ModelResponse
+from inference.contract import Lineage, ModelMetadata, ModelRequest, ModelResponse
 from inference.errors import (
     ArtifactRefused,
     BadRequest,
@@ -17,24 +21,30 @@ from inference.errors import (
     ModelContractError,
     NonFiniteOutput,
 )
+from inference.models._trial import rows_are_independent, trial_batch
 from inference.models.artifact import ArtifactManifest, load_manifest
 from inference.models.registry import Checkpoint, resolve_model
-from inference.models.runtime import Runtime, TorchRuntime
-from inference.models.sample import MODES, Mode, PreparedSample, TileOutput
+from inference.models.runtime import Runtime, open_runtime
+from inference.models.sample import MODES, NO_EXTRAS, Mode, PreparedSample, TileOutput
 from inference.models.spec import ModelSpec
 
 log = logging.getLogger(__name__)
+
+NOT_FINITE = "the model returned NaN or infinity for this tile"
+
+T = TypeVar("T", bound=np.generic)
 
 
 class BaseServerModel:
     """A loaded checkpoint that answers tile requests; used as it is for any image model.
 
-    Subclasses with further inputs override `prepare_sample` and `forward_batch`. One instance is used by
-    one forward at a time; `prepare_sample` may run in any number of threads.
+    Subclasses with further inputs override `prepare_sample` and `forward_tiles`, those with answers of their own
+    `forward_batch`; one that overrides only the legacy `forward` is served through it. `prepare_sample` may run in
+    any number of threads; forwards take turns by `forward_lock`, which models that share a network share.
 
     Args:
         spec: what the model is; must equal the checkpoint's.
-        checkpoint: file name of the `.pt2` in `directory`.
+        checkpoint: file name of the `.pt2` or `.onnx` in `directory`.
         device: torch device string.
         directory: folder of exported checkpoints.
         fixed_batch: pad every forward to exactly this many rows. At a fixed shape a row's result does
@@ -63,7 +73,8 @@ class BaseServerModel:
             raise ConfigError(f"{checkpoint} takes batches of 1 to {self.manifest.max_batch} tiles, not {fixed_batch}")
         self._spec = spec
         self._fixed_batch = fixed_batch
-        self.runtime: Runtime = TorchRuntime(path, self.manifest, device)
+        self.forward_lock = threading.Lock()
+        self.runtime: Runtime = open_runtime(path, self.manifest, device)
         self.rows_independent = self._warm_up()
 
     @property
@@ -81,14 +92,20 @@ class BaseServerModel:
         """Rows of every forward, or None where the batch is as long as it comes."""
         return self._fixed_batch
 
+    def serves(self, model_name: str) -> bool:
+        """Whether this model answers requests that name `model_name`."""
+        return model_name == self.model_name
+
     # Stage 1: one request, alone.
 
     def prepare_sample(self, request: ModelRequest) -> PreparedSample:
         """Decode and check one request.
 
         Raises:
-            ValueError: the image does not decode or has not the model's tile size.
+            ValueError: the image does not decode or has not the model's tile size, or RNA for a model that takes none.
         """
+        if request.bulk_rna is not None or request.bulk_rna_sha256 is not None:
+            raise BadRequest(f"{self.model_name} takes no bulk RNA: leave bulk_rna and bulk_rna_sha256 out")
         return self.prepare_tile(np.asarray(request.image, dtype=np.uint8))
 
     def prepare_tile(self, rgb: NDArray[np.uint8]) -> PreparedSample:
@@ -107,7 +124,7 @@ class BaseServerModel:
         return PreparedSample(tile)
 
     def preprocess_bulk_rna(self, counts: Sequence[float]) -> Sequence[float]:
-        """Apply the spec's omics transform; without one, return the counts unchanged."""
+        """Apply the spec's omics transform; a model that takes no RNA has none and returns the counts unchanged."""
         return counts
 
     # Stage 2: a batch of prepared samples.
@@ -123,12 +140,34 @@ class BaseServerModel:
         """
         if len(samples) != len(requests):
             raise BadRequest(f"{len(samples)} samples and {len(requests)} requests: give one of each per tile")
+        if type(self).forward is not BaseServerModel.forward:
+            return self._forward_legacy(requests, mode)
         answers = []
         for request, output in zip(requests, self.forward_tiles(samples, [mode] * len(samples)), strict=True):
             if isinstance(output, InferenceError):
                 raise output
-            answers.append(respond(request, output, mode))
+            answers.append(self.respond(request, output, mode))
         return answers
+
+    def respond(self, request: ModelRequest, output: TileOutput, mode: Mode) -> ModelResponse:
+        """The response to one request: the head asked for, the request's place echoed, and what made it.
+
+        Raises:
+            NonFiniteOutput: what JSON cannot say is in it.
+        """
+        main = output.embedding if mode == "embedding" else output.predicted()
+        assert main is not None, "the mode was checked before the forward"
+        also = output.embedding if mode == "prediction_with_embedding" else None
+        if not all(np.isfinite(values).all() for values in (main, also) if values is not None):
+            raise NonFiniteOutput(NOT_FINITE)
+        # Not validated once more: that takes 70 ms for the 262,144 values of a mask.
+        return ModelResponse.model_construct(
+            output=main.tolist(),
+            embedding=None if also is None else also.tolist(),
+            slide_name=request.slide_name, x=request.x, y=request.y, width=request.width, height=request.height,
+            patch_idx=request.patch_idx, tissue_ratio=request.tissue_ratio, resolution=request.resolution,
+            lineage=self.lineage(request, mode),
+        )  # fmt: skip
 
     def forward_tiles(
         self, samples: Sequence[PreparedSample], modes: Sequence[Mode]
@@ -148,25 +187,40 @@ class BaseServerModel:
             self.check_mode(mode)
         if not samples:
             return []
-        arrays = self._run(self._stacked(samples))
+        arrays = self.postprocess(self.run_graph(self._stacked(samples), self._stacked_extras(samples)))
         results: list[TileOutput | NonFiniteOutput] = []
         for row, mode in enumerate(modes):
-            wanted = [name for name in arrays if name in mode]
-            if not all(np.isfinite(arrays[name][row]).all() for name in wanted):
-                results.append(NonFiniteOutput("the model returned NaN or infinity for this tile"))
-                continue
-            # Copies: a kept row must not keep its whole batch alive.
-            heads = {name: arrays[name][row].copy() for name in wanted}
-            results.append(TileOutput(heads.get("embedding"), heads.get("prediction")))
+            wanted = {name: array[row] for name, array in arrays.items() if name in mode}
+            finite = all(np.isfinite(values).all() for values in wanted.values())
+            results.append(self.tile_output(wanted) if finite else NonFiniteOutput(NOT_FINITE))
         return results
 
+    def postprocess(self, arrays: dict[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float32]]:
+        """The graph's outputs of a batch, brought into the units of the spec; as they are unless a subclass must."""
+        return arrays
+
+    def tile_output(self, heads: Mapping[str, NDArray[np.float32]]) -> TileOutput:
+        """One row of the outputs that were asked for, all finite, as the result of its tile."""
+        # Copies: a kept row must not keep its whole batch alive.
+        kept = {name: values.copy() for name, values in heads.items()}
+        return TileOutput(kept.get("embedding"), kept.get("prediction"))
+
     def forward(self, requests: Sequence[ModelRequest]) -> NDArray[np.float32]:
-        """Run requests without the two stages (legacy): (N, D), the prediction if there is one."""
+        """Run requests without the two stages (legacy): (N, D), the prediction if there is one.
+
+        Raises:
+            NonFiniteOutput: the model returned NaN or infinity for one of them.
+        """
         output = self._spec.outputs[-1]
-        if not requests:
-            return np.zeros((0, *output.shape), np.float32)
-        samples = [self.prepare_sample(request) for request in requests]
-        return self._run(self._stacked(samples))[output.name]
+        mode: Mode = "embedding" if output.name == "embedding" else "prediction"
+        found = self.forward_tiles([self.prepare_sample(request) for request in requests], [mode] * len(requests))
+        rows = []
+        for row in found:
+            if isinstance(row, NonFiniteOutput):
+                raise row
+            rows.append(row.embedding if row.embedding is not None else row.predicted())
+        width = output.shape[0] if self._spec.mask is None else self._spec.mask.size**2
+        return np.stack(rows) if rows else np.zeros((0, width), np.float32)
 
     def check_mode(self, mode: str) -> Mode:
         """Refuse a mode that does not exist or that this model has no head for.
@@ -181,13 +235,43 @@ class BaseServerModel:
         return mode
 
     def get_metadata(self) -> ModelMetadata:
-        """Name, input and output specs, and what runs them."""
+        """Name, input and output specs, configuration, and what runs them."""
         return ModelMetadata(
             model_name=self.model_name, version=self._spec.version, license=self._spec.license,
-            input_shape=self._spec.input_shape, input_dtype="uint8", mpp=self._spec.tile_spec.resolution,
+            input_shape=self._spec.input_shape, input_dtype=self._spec.input_dtype, mpp=self._spec.tile_spec.resolution,
             outputs=self._spec.outputs, device=self.runtime.device, runtime=self.runtime.kind,
+            extra_inputs=self._spec.extra_inputs, config=self._spec.config(),
             artifact_sha256=self.manifest.sha256, weights_sha256=self.manifest.weights_sha256,
         )  # fmt: skip
+
+    def lineage(self, request: ModelRequest, mode: Mode) -> Lineage:  # noqa: ARG002 - not the same for every mode of a head
+        """What makes the answer to this request."""
+        return self._lineage.model_copy(update={"request_id": request.request_id})
+
+    @cached_property
+    def _lineage(self) -> Lineage:
+        return Lineage(
+            request_id="", model_name=self.model_name, model_version=self._spec.version,
+            weights_sha256=self.manifest.weights_sha256, artifact_sha256=self.manifest.sha256,
+            preprocessing_sha256=self._spec.preprocessing_sha256, precision=self._spec.precision,
+            runtime=self.runtime.kind, device=self.runtime.device, code_version=version("slide-inference"),
+        )  # fmt: skip
+
+    def _forward_legacy(self, requests: Sequence[ModelRequest], mode: Mode) -> list[ModelResponse]:
+        """Answers of a subclass that has only `forward(requests) -> (N, D)`, in whichever mode it was asked."""
+        self.check_mode(mode)
+        try:
+            rows = np.asarray(self.forward(requests), np.float32)
+        except InferenceError:
+            raise
+        except Exception as error:
+            raise ForwardError(f"the forward pass of {self.model_name} failed: {_first_line(error)}") from error
+        if rows.ndim != 2 or len(rows) != len(requests):
+            raise ModelContractError(f"{self.model_name} returned {rows.shape} for {len(requests)} requests")
+        if not np.isfinite(rows).all():
+            raise NonFiniteOutput("the model returned NaN or infinity for a tile of this batch")
+        name = "embedding" if mode == "embedding" else "prediction"
+        return [self.respond(q, TileOutput(**{name: row}), mode) for q, row in zip(requests, rows, strict=True)]
 
     def _stacked(self, samples: Sequence[PreparedSample]) -> NDArray[np.uint8]:
         shape = self._spec.input_shape
@@ -198,11 +282,30 @@ class BaseServerModel:
                 )
         return np.stack([sample.tile for sample in samples])
 
-    def _run(self, batch: NDArray[np.uint8]) -> dict[str, NDArray[np.float32]]:
-        """Every output by name, padded to the fixed batch for the call and cut again."""
+    def _stacked_extras(self, samples: Sequence[PreparedSample]) -> dict[str, NDArray[np.float32]]:
+        wanted = {extra.name: extra.shape for extra in self._spec.extra_inputs}
+        for sample in samples:
+            given = {name: extra.shape for name, extra in sample.extra_tensors.items()}
+            if given != wanted or any(extra.dtype != np.float32 for extra in sample.extra_tensors.values()):
+                raise BadRequest(
+                    f"{self.model_name} takes the further inputs {wanted or 'none'}, not {given or 'none'}"
+                )
+        return {name: np.stack([sample.extra_tensors[name] for sample in samples]) for name in wanted}
+
+    def run_graph(
+        self, batch: NDArray[Any], extras: Mapping[str, NDArray[np.float32]] = NO_EXTRAS
+    ) -> dict[str, NDArray[np.float32]]:
+        """The graph's outputs by name, padded to the fixed batch for the call and cut again.
+
+        Raises:
+            ForwardError: the forward pass failed.
+            ModelContractError: the graph returned other counts or shapes than its spec declares.
+        """
         padded = self._padded(batch)
+        further = {name: self._padded(extra) for name, extra in extras.items()}
         try:
-            outputs = self.runtime.run(padded)
+            with self.forward_lock:
+                outputs = self.runtime.run(padded, further)
         except InferenceError:
             raise
         except Exception as error:
@@ -215,55 +318,38 @@ class BaseServerModel:
             )
         return {spec.name: array[: len(batch)] for spec, array in zip(self._spec.outputs, outputs, strict=True)}
 
-    def _padded(self, batch: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    def _padded(self, batch: NDArray[T]) -> NDArray[T]:
         size = self._fixed_batch
         if size is None or len(batch) == size:
             return batch
         if len(batch) > size:
             raise BadRequest(f"{len(batch)} tiles in a batch, {self.model_name} was loaded for {size}")
-        padded = np.zeros((size, *batch.shape[1:]), np.uint8)
+        padded = np.zeros((size, *batch.shape[1:]), batch.dtype)
         padded[: len(batch)] = batch
         return padded
+
+    def trial_extras(self, size: int, rng: np.random.Generator) -> dict[str, NDArray[np.float32]]:
+        """Extra inputs of the right shapes for `size` rows, to try the graph with."""
+        return {extra.name: rng.random((size, *extra.shape), np.float32) for extra in self._spec.extra_inputs}
 
     def _warm_up(self) -> bool:
         """Run before anyone waits; whether rows ignore neighbours and place, bit for bit, at the fixed shape."""
         size = self._fixed_batch or min(4, self.manifest.max_batch)
-        tiles = np.random.default_rng(0).integers(0, 256, (size, *self._spec.input_shape), dtype=np.uint8)
-        order = np.random.default_rng(1).permutation(size)
-        first, moved, alone = self._run(tiles), self._run(tiles[order]), self._run(tiles[:1])
-        if not all(_close(first[n][:1], alone[n]) for n in first):
+        extras = self.trial_extras(size, np.random.default_rng(2))
+        same = rows_are_independent(self.run_graph, trial_batch(self._spec, size), extras, bool(self._fixed_batch))
+        if same is None:
             raise ModelContractError(f"{self.model_name} gives a tile another result alone than in a batch")
-        same = all(np.array_equal(first[n][order], moved[n], equal_nan=True) for n in first)
-        if self._fixed_batch:
-            same = same and all(np.array_equal(first[n][:1], alone[n], equal_nan=True) for n in first)
         if not same:
             log.warning("%s: rows depend on their batch on this device; results hold to a tolerance", self.model_name)
         return same
 
 
-def _close(one: NDArray[np.float32], other: NDArray[np.float32]) -> bool:
-    """Equal to what half precision and another order of summation leave; a wrong shape in compiled code is far off."""
-    scale = float(np.nanmax(np.abs(one), initial=0.0))
-    return np.allclose(one, other, rtol=0, atol=0.05 * scale + 1e-6, equal_nan=True)
-
-
-def respond(request: ModelRequest, output: TileOutput, mode: Mode) -> ModelResponse:
-    """The response to one request: the head asked for, and the request's place echoed."""
-    main = output.embedding if mode == "embedding" else output.prediction
-    assert main is not None, "the mode was checked before the forward"
-    also = output.embedding if mode == "prediction_with_embedding" else None
-    return ModelResponse(
-        output=main.ravel().tolist(),
-        embedding=None if also is None else also.ravel().tolist(),
-        slide_name=request.slide_name, x=request.x, y=request.y, width=request.width, height=request.height,
-        patch_idx=request.patch_idx, tissue_ratio=request.tissue_ratio, resolution=request.resolution,
-    )  # fmt: skip
-
-
 def build_server_model(
     model: str, checkpoint: Path | str | None = None, device: str = "cpu", *, fixed_batch: int | None = None
 ) -> BaseServerModel:
-    """Load a model by registered name, or the given checkpoint of it.
+    """Load a model by registered name, or the given checkpoint of it, as the class that its spec asks for.
+
+    A head brings its backbone along, found by the name in its spec.
 
     Raises:
         UnknownModel: no such model or checkpoint.
@@ -284,11 +370,19 @@ def load_server_model(found: Checkpoint, device: str = "cpu", *, fixed_batch: in
     Raises:
         ArtifactRefused: as `BaseServerModel`, or another checkpoint lies there now.
     """
-    model = BaseServerModel(found.manifest.spec, found.path.name, device, found.path.parent, fixed_batch=fixed_batch)
+    from inference.models._kinds import class_for  # these modules import this one
+    from inference.models.heads import DownstreamHeadModel, EmbeddingHead
+
+    spec = found.manifest.spec
+    model = class_for(spec)(spec, found.path.name, device, found.path.parent, fixed_batch=fixed_batch)
     if model.manifest != found.manifest:
         # Results would be filed under the weights that were there before.
         raise ArtifactRefused(f"{found.path.name} was replaced since it was found: start again")
-    return model
+    if spec.head is None:
+        return model
+    assert isinstance(model, EmbeddingHead), "the class of a spec with a head"
+    backbone = load_server_model(resolve_model(spec.head.backbone), device, fixed_batch=fixed_batch)
+    return DownstreamHeadModel(backbone, {model.model_name: model})
 
 
 def _first_line(error: BaseException) -> str:

@@ -133,12 +133,12 @@ class HeadSpec(_Record):
 
     Attributes:
         backbone: `model_name` of the backbone that it was trained on.
-        backbone_weights_sha256: the backbone's weights, to refuse others of the same name.
+        backbone_weights_sha256: the backbone's weights: a part of what defines the head's numbers.
     """
 
     backbone: Annotated[str, Field(pattern=MODEL_NAME)]
     embedding_dim: Annotated[int, Field(gt=0)]
-    backbone_weights_sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    backbone_weights_sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class HardwareSpec(_Record):

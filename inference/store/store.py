@@ -123,16 +123,20 @@ class Store:
         """An empty folder beside a result to write it in; removed if left unpublished. The caller holds the lock."""
         final = self.path(address)
         work = final.with_name(f"{final.name}{WORK_SUFFIX}")
-        with store_errors(work):
-            # Of an owner that died: live ones hold the lock.
-            remove_tree(work)
-            remove_tree(retired_path(final))
-            work.mkdir(parents=True)
         try:
+            with store_errors(work):
+                # Of an owner that died: live ones hold the lock.
+                remove_tree(work)
+                remove_tree(retired_path(final))
+                work.mkdir(parents=True)
             yield work
         finally:
-            # At best: an error here must not hide the one that ended the work, and the next owner clears up anyway.
-            shutil.rmtree(work, ignore_errors=True)
+            try:
+                # At best: an error here must not hide the one that ended the work, and the next owner clears up anyway.
+                shutil.rmtree(work, ignore_errors=True)
+            except KeyboardInterrupt:
+                shutil.rmtree(work, ignore_errors=True)
+                raise
 
     def publish(self, address: Address, work: Path, manifest: Manifest) -> Manifest:
         """Commit a work folder: record and flush its files, write the manifest last, give it its final name."""

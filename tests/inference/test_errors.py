@@ -8,6 +8,7 @@ import pytest
 from inference import errors
 from inference.errors import (
     BadRequest,
+    BatchError,
     Broken,
     CallerError,
     DeadlineExceeded,
@@ -55,8 +56,8 @@ def test_each_family_is_also_the_builtin_that_fits(cls: type[Exception], builtin
     assert issubclass(cls, builtin)
 
 
-def test_every_class_is_of_exactly_one_of_the_four_families() -> None:
-    families = (CallerError, TileFailure, Overloaded, Broken)
+def test_every_class_is_of_exactly_one_family() -> None:
+    families = (CallerError, TileFailure, Overloaded, BatchError, Broken)
     for cls in CLASSES[1:]:
         assert sum(issubclass(cls, family) for family in families) == 1, cls
 

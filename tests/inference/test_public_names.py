@@ -34,8 +34,11 @@ def test_a_public_name_leads_to_what_bears_it(name: str) -> None:
 
 
 def test_every_error_class_is_a_public_name() -> None:
-    classes = {n for n, c in vars(errors).items() if isinstance(c, type) and issubclass(c, InferenceError)}
+    classes = {c.__name__ for c in vars(errors).values() if isinstance(c, type) and issubclass(c, InferenceError)}
     assert classes <= set(inference.__all__)
+    from inference import _ForwardError
+
+    assert _ForwardError is inference.ForwardError, "the name in the original contract"
 
 
 def test_an_unknown_name_is_an_attribute_error_that_says_so() -> None:

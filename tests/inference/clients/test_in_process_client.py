@@ -8,17 +8,29 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from inference.clients import InProcessClient
-from inference.contract import Client, ModelMetadata, ModelRequest, ModelResponse, parse_request
-from inference.errors import BadRequest, ConfigError, ForwardError, ModelContractError, NonFiniteOutput, ServerClosed
+from inference.contract import ModelRequest, ModelResponse, parse_request
+from inference.errors import (
+    BadRequest,
+    BatchError,
+    ConfigError,
+    DeadlineExceeded,
+    DeviceBroken,
+    ForwardError,
+    ModelContractError,
+    NonFiniteOutput,
+    ServerClosed,
+)
 from inference.models.registry import Checkpoint
 from inference.models.sample import Mode, PreparedSample
 from inference.models.server_model import BaseServerModel, load_server_model
+from tests.inference.clients.doubles import make_tile
 
 if TYPE_CHECKING:
-    from tests.inference.clients.conftest import ScriptedRuntime, StartClient
+    from tests.inference.clients.doubles import ScriptedRuntime, StartClient
 
 Body = Callable[..., str]
 Values = list[float]
@@ -55,7 +67,7 @@ def _gather(*calls: Coroutine[object, object, str]) -> list[str | BaseException]
 
 def _count_queued(client: InProcessClient) -> threading.Semaphore:
     """A semaphore that counts up with every tile that enters the queue."""
-    scheduler, queued = client._scheduler, threading.Semaphore(0)
+    scheduler, queued = client.pipeline.scheduler, threading.Semaphore(0)
     assert scheduler is not None
     submit = scheduler.submit
 
@@ -97,31 +109,6 @@ def test_sync_async_and_batch_calls_give_what_the_model_gives(
                 assert embedding == []
 
 
-def test_an_answer_echoes_where_its_tile_came_from(start: "StartClient", body: Body) -> None:
-    client = start(max_wait_ms=0)
-    request = body(3, tissue_ratio=None)
-    echoed = {k: v for k, v in json.loads(request).items() if k != "image_data"}
-    for answer in [client.predict(request), *_gather(client.predict_async(request))]:
-        assert isinstance(answer, str)
-        found = json.loads(answer)
-        assert {k: v for k, v in found.items() if k != "output"} == echoed
-        assert ModelResponse.model_validate_json(answer).patch_idx == 3
-
-
-def test_the_metadata_is_the_models_as_json(start: "StartClient", server: BaseServerModel) -> None:
-    assert ModelMetadata.model_validate_json(start().metadata()) == server.get_metadata()
-
-
-def test_it_can_stand_wherever_a_client_is_asked_for(start: "StartClient") -> None:
-    client: Client = start()
-    assert all(callable(getattr(client, name)) for name in dir(Client) if not name.startswith("_"))
-
-
-def test_no_bodies_give_no_answers(start: "StartClient", runtime: "ScriptedRuntime") -> None:
-    assert start().predict_batch([]) == []
-    assert runtime.rows == []
-
-
 def test_an_explicit_batch_beyond_the_limit_runs_in_parts_in_order(
     start: "StartClient", runtime: "ScriptedRuntime", body: Body
 ) -> None:
@@ -131,19 +118,6 @@ def test_an_explicit_batch_beyond_the_limit_runs_in_parts_in_order(
 
 
 # Batches.
-
-
-def test_concurrent_calls_of_all_modes_fill_one_batch(
-    start: "StartClient", runtime: "ScriptedRuntime", body: Body
-) -> None:
-    client = start(max_batch_size=6, max_wait_ms=LONG_MS)
-    calls = [getattr(client, f"{name}_async")(body(i)) for i, name in enumerate([*METHODS.values()] * 2)]
-    answers = [answer for answer in _gather(*calls) if isinstance(answer, str)]
-    assert [len(json.loads(answer)["output"]) for answer in answers] == [64, 3, 3] * 2
-    assert runtime.rows == [6]
-    statistics = client.statistics()
-    assert statistics is not None
-    assert statistics.batch_sizes == {6: 1}
 
 
 def test_calls_that_come_while_the_model_is_busy_go_together_when_it_is_free(
@@ -165,31 +139,6 @@ def test_calls_that_come_while_the_model_is_busy_go_together_when_it_is_free(
 
     asyncio.run(crowd())
     assert runtime.rows == [1, 5]
-
-
-def test_two_event_loops_in_two_threads_share_one_batch(
-    start: "StartClient", runtime: "ScriptedRuntime", body: Body
-) -> None:
-    client = start(max_batch_size=6, max_wait_ms=LONG_MS)
-    answers: dict[int, list[str | BaseException]] = {}
-
-    def loop(first: int) -> None:
-        answers[first] = _gather(*[client.embed_async(body(number)) for number in range(first, first + 3)])
-
-    threads = [threading.Thread(target=loop, args=(first,)) for first in (0, 10)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert runtime.rows == [6]
-    for first, found in answers.items():
-        assert [json.loads(str(answer))["patch_idx"] for answer in found] == [first, first + 1, first + 2]
-
-
-def test_the_client_outlives_the_event_loops_that_use_it(start: "StartClient", body: Body) -> None:
-    client = start(max_wait_ms=0)
-    first, second = (_gather(client.embed_async(body(1)))[0] for _ in range(2))
-    assert first == second
 
 
 def test_without_dynamic_batching_every_async_call_runs_alone(
@@ -223,91 +172,75 @@ def test_a_cancelled_call_leaves_its_neighbours_their_answers(
 # Faults.
 
 
+def test_an_explicit_batch_with_bad_items_loses_nothing(
+    start: "StartClient", runtime: "ScriptedRuntime", body: Body
+) -> None:
+    client = start(max_batch_size=4)
+    runtime.react = lambda batch, outputs: (
+        _fail(batch, outputs) if 2 in batch[:, 0, 0, 0] else _poisoned(5)(batch, outputs)
+    )
+    bodies = [body(0), body(1, colour=1), body(2), body(3), body(4, image_data="AAAA"), body(5), body(6)]
+    with pytest.raises(
+        BatchError, match=r"4 of 7 items failed; the first: invalid_request: request field colour"
+    ) as caught:
+        client.embed_batch(bodies)
+    results = caught.value.results
+    assert [getattr(result, "code", "answered") for result in results] == [
+        "answered", "invalid_request", "tile_error", "answered", "bad_request", "non_finite_output", "answered",
+    ]  # fmt: skip
+    assert [json.loads(r)["patch_idx"] for r in results if isinstance(r, str)] == [0, 3, 6]
+
+
+class Sour(BaseServerModel):
+    """Its stage 1 raises whatever it is told to."""
+
+    error: BaseException = RuntimeError("no reason")
+
+    def prepare_sample(self, request: ModelRequest) -> PreparedSample:
+        raise self.error
+
+
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"colour": 1}, {"width": 223}, {"image_data": "!"}, {"image_data": "AAAA"}, {"size": 100}, {"x": 0.5},
-        {"model_name": "h1"}, {"mode": "embedding"}, {"mode": "metadata"},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_bad_request_is_that_callers_value_error_and_never_queued(
-    start: "StartClient", runtime: "ScriptedRuntime", body: Body, change: dict[str, object]
+    "error", [RuntimeError("torn"), KeyError("x"), MemoryError(), SystemExit(3), AssertionError(), OSError(5, "io")]
+)
+def test_whatever_stage_1_raises_is_that_requests_value_error_and_nothing_is_queued(
+    start: "StartClient", demo_checkpoint: Checkpoint, body: Body, error: BaseException
 ) -> None:
-    client = start(max_wait_ms=0)
-    bad = body(1, **change)
-    with pytest.raises(ValueError, match=r".") as caught:
-        client.predict(bad)
-    assert isinstance(caught.value, BadRequest)
-    with pytest.raises(BadRequest):
-        client.predict_batch([body(0), bad])
-    assert runtime.rows == []
-    refused, answer = _gather(client.predict_async(bad), client.predict_async(body(2)))
-    assert isinstance(refused, BadRequest)
-    assert json.loads(str(answer))["patch_idx"] == 2
-    statistics = client.statistics()
-    assert statistics is not None
-    assert (statistics.accepted, runtime.rows) == (1, [1])
-
-
-def test_a_request_may_name_the_model_and_mode_it_is_sent_to(start: "StartClient", body: Body) -> None:
-    assert "output" in json.loads(start().predict(body(1, model_name="demo", mode="prediction")))
-
-
-def test_a_head_that_the_model_lacks_is_a_value_error_before_the_queue(
-    start: "StartClient", body: Body, demo_checkpoint: Checkpoint
-) -> None:
-    model = load_server_model(demo_checkpoint)
-    model._spec = model._spec.model_copy(update={"output_type": "embedding", "prediction_names": ()})
-    client = start(model)
-    for call in (client.predict, client.predict_with_embedding):
-        with pytest.raises(ValueError, match=r"demo has no mode '.*'; it offers embedding"):
-            call(body())
-    (refused,) = _gather(client.predict_async(body()))
+    path = demo_checkpoint.path
+    model = Sour(demo_checkpoint.manifest.spec, path.name, "cpu", path.parent)
+    model.error = error
+    client = start(model, max_wait_ms=0)
+    with pytest.raises(ValueError, match=f"demo cannot prepare this request: {type(error).__name__}"):
+        client.predict(body(1))
+    (refused,) = _gather(client.embed_async(body(1)))
     assert isinstance(refused, BadRequest)
     statistics = client.statistics()
     assert statistics is not None
     assert statistics.accepted == 0
 
 
-def test_a_tile_without_a_finite_answer_fails_alone(
-    start: "StartClient", runtime: "ScriptedRuntime", body: Body
+class Legacy(BaseServerModel):
+    """Only the older way: requests in, (N, D) out."""
+
+    def forward(self, requests: Sequence[ModelRequest]) -> NDArray[np.float32]:
+        return np.array([[q.patch_idx, q.x, len(requests) > 0] for q in requests], np.float32)
+
+
+def test_a_subclass_with_nothing_but_the_legacy_forward_works_through_every_call(
+    start: "StartClient", demo_checkpoint: Checkpoint, body: Body
 ) -> None:
-    client = start(max_batch_size=4, max_wait_ms=LONG_MS)
-    runtime.react = _poisoned(2)
-    answers = _gather(*[client.embed_async(body(number)) for number in range(1, 5)])
-    assert [type(answer) for answer in answers] == [str, NonFiniteOutput, str, str]
-    assert runtime.rows == [4]
-    with pytest.raises(NonFiniteOutput):
-        client.embed(body(2))
-    assert "NaN" not in client.embed(body(1))
+    path = demo_checkpoint.path
+    client = start(Legacy(demo_checkpoint.manifest.spec, path.name, "cpu", path.parent), max_wait_ms=1)
+    bodies = [body(number) for number in range(3)]
+    for name in ("predict", "embed"):
+        answers = [getattr(client, name)(b) for b in bodies]
+        answers += getattr(client, f"{name}_batch")(bodies)
+        answers += [str(a) for a in _gather(*[getattr(client, f"{name}_async")(b) for b in bodies])]
+        assert [_values(a)[0] for a in answers] == [[n, n * 224, 1] for n in range(3)] * 3
 
 
 def _fail(_batch: NDArray[np.uint8], _outputs: object) -> Any:
     raise RuntimeError("the graph is unwell")
-
-
-def test_a_model_that_raises_gives_every_caller_a_forward_error_and_works_again_afterwards(
-    start: "StartClient", runtime: "ScriptedRuntime", body: Body
-) -> None:
-    client = start(max_batch_size=3, max_wait_ms=LONG_MS)
-    healthy, runtime.react = runtime.react, _fail
-    with pytest.raises(ForwardError, match="the forward pass of demo failed: RuntimeError: the graph is unwell"):
-        client.predict_batch([body(0), body(1)])
-    answers = _gather(*[client.predict_async(body(number)) for number in range(3)])
-    assert all(isinstance(answer, ForwardError) for answer in answers)
-    assert len({id(answer) for answer in answers}) == 3
-    runtime.react = healthy
-    assert json.loads(client.predict(body(5)))["patch_idx"] == 5
-
-
-def test_a_tile_that_makes_the_model_raise_fails_alone(
-    start: "StartClient", runtime: "ScriptedRuntime", body: Body
-) -> None:
-    client = start(max_batch_size=4, max_wait_ms=LONG_MS)
-    runtime.react = lambda batch, outputs: _fail(batch, outputs) if 2 in batch[:, 0, 0, 0] else outputs
-    answers = _gather(*[client.embed_async(body(number)) for number in range(1, 5)])
-    assert [isinstance(answer, ForwardError) for answer in answers] == [False, True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -324,6 +257,96 @@ def test_a_model_that_breaks_its_contract_delivers_nothing_to_anyone(
         client.predict_batch([body(0), body(1)])
     answers = _gather(*[client.predict_async(body(number)) for number in range(2)])
     assert all(isinstance(answer, ModelContractError) for answer in answers)
+
+
+def test_an_explicit_batch_that_does_not_fit_in_memory_is_halved_and_the_limit_remembered(
+    start: "StartClient", runtime: "ScriptedRuntime", body: Body
+) -> None:
+    client = start(max_batch_size=8)
+
+    def react(batch: NDArray[np.uint8], outputs: Any) -> Any:
+        if len(batch) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return outputs
+
+    runtime.react = react
+    bodies = [body(number) for number in range(6)]
+    assert [json.loads(answer)["patch_idx"] for answer in client.embed_batch(bodies)] == list(range(6))
+    assert runtime.rows == [6, 3, 2, 1, 3, 2, 1]
+    runtime.rows.clear()
+    client.embed_batch(bodies)
+    assert runtime.rows == [2, 2, 2]
+    runtime.react = lambda batch, _outputs: (_ for _ in ()).throw(torch.OutOfMemoryError("out of memory"))
+    with pytest.raises(ForwardError, match="no memory for this tile even alone") as caught:
+        client.embed(body(0))
+    assert caught.value.retryable
+
+
+def test_a_device_that_breaks_within_an_explicit_batch_leaves_the_answers_before_it(
+    start: "StartClient", runtime: "ScriptedRuntime", body: Body
+) -> None:
+    client = start(max_batch_size=2)
+
+    def react(_batch: NDArray[np.uint8], outputs: Any) -> Any:
+        if len(runtime.rows) > 1:
+            raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+        return outputs
+
+    runtime.react = react
+    with pytest.raises(BatchError, match="3 of 5 items failed") as caught:
+        client.embed_batch([body(number) for number in range(5)])
+    assert [type(result) for result in caught.value.results] == [str, str, DeviceBroken, DeviceBroken, DeviceBroken]
+    assert runtime.rows == [2, 2]
+    with pytest.raises(DeviceBroken):
+        client.embed_batch([body(0), body(1)])
+
+
+# The tensor path.
+
+
+@pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic", "explicit"])
+def test_a_prepared_sample_comes_back_as_arrays(
+    start: "StartClient", server: BaseServerModel, runtime: "ScriptedRuntime", dynamic: bool
+) -> None:
+    client = start(max_batch_size=3, max_wait_ms=LONG_MS, dynamic_batching=dynamic)
+    samples = [server.prepare_tile(make_tile(number)) for number in range(3)]
+    futures = [client.submit(sample, mode) for sample, mode in zip(samples, METHODS, strict=True)]
+    found = [future.result(20) for future in futures]
+    expected = server.forward_tiles(samples, ["prediction_with_embedding"] * 3)
+    assert runtime.rows == ([3, 3] if dynamic else [1, 1, 1, 3])
+    for number, (mode, row) in enumerate(zip(METHODS, expected, strict=True)):
+        assert not isinstance(row, NonFiniteOutput)
+        for head in ("embedding", "prediction"):
+            values = getattr(found[number], head)
+            assert (values is None) == (head not in mode)
+            if values is not None:
+                np.testing.assert_allclose(values, getattr(row, head), atol=1e-6)
+
+
+def test_a_sample_whose_deadline_passes_in_the_queue_never_runs(
+    start: "StartClient", server: BaseServerModel, runtime: "ScriptedRuntime"
+) -> None:
+    client = start(max_wait_ms=0)
+    runtime.hold()
+    first = client.submit(server.prepare_tile(make_tile(0)))
+    runtime.wait_until_called()
+    late = client.submit(server.prepare_tile(make_tile(1)), "embedding", 0.05)
+    with pytest.raises(DeadlineExceeded):
+        late.result(20)
+    runtime.release()
+    assert first.result(20).embedding is not None
+    assert runtime.rows == [1]
+
+
+def test_the_tensor_path_refuses_a_mode_without_a_head_and_a_model_that_needs_requests(
+    start: "StartClient", server: BaseServerModel, demo_checkpoint: Checkpoint
+) -> None:
+    sample, path = server.prepare_tile(make_tile(0)), demo_checkpoint.path
+    with pytest.raises(BadRequest, match="demo has no mode 'metadata'"):
+        start().submit(sample, "metadata")  # type: ignore[arg-type]
+    own = start(OwnForward(demo_checkpoint.manifest.spec, path.name, "cpu", path.parent))
+    with pytest.raises(BadRequest, match="takes requests, not samples"):
+        own.submit(sample, "embedding")
 
 
 class OwnForward(BaseServerModel):

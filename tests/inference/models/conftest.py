@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._inductor.config  # reads CXX when first imported: before a test takes it away
 from torch import Tensor, nn
 
 from inference.models.artifact import load_manifest, manifest_path

@@ -1,7 +1,13 @@
 """A checkpoint that is not what its manifest pins is refused before any loader sees it."""
 
+import io
 import json
 import os
+import pickle
+import subprocess
+import sys
+import warnings
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,6 +52,22 @@ def _flip(path: Path, at: int) -> None:
     raw = bytearray(path.read_bytes())
     raw[at] ^= 1
     path.write_bytes(raw)
+
+
+def _rewrite(path: Path, change: dict[str, bytes] | None = None, more: dict[str, bytes] | None = None) -> None:
+    """Pack a `.pt2` anew with members changed (by their end) or added, and pin the result: bytes are then no excuse."""
+    with zipfile.ZipFile(path) as archive:
+        members = {info.filename: archive.read(info) for info in archive.infolist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in members.items():
+            new = next((value for end, value in (change or {}).items() if name.endswith(end)), content)
+            archive.writestr(name, new)
+        for name, content in (more or {}).items():
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # zipfile's own remark on doubled names
+                archive.writestr(name, content)
+    size, digest = hash_regular_file(path)
+    _edit(path, size=size, sha256=digest)
 
 
 def test_a_checkpoint_that_matches_its_manifest_runs(tiny: Checkpoint, loaded: list[str]) -> None:
@@ -117,7 +139,7 @@ def test_a_compiled_checkpoint_is_pinned_to_the_instruction_sets_it_may_use(demo
         ("[]", "is not an artifact manifest"),
         ("{}", "is not an artifact manifest: .*sha256|file: Field required"),
         ("[" * 100_000, "is not an artifact manifest"),
-        ('{"schema_version": 2, "new": 1}', "has schema 2, this version reads 1: upgrade"),
+        ('{"schema_version": 3, "new": 1}', "has schema 3, this version reads 2: upgrade"),
         (" " * (16 << 20) + "{}", "over 16777216 bytes"),
     ],
     ids=["empty", "list", "no fields", "deep", "newer schema", "huge"],
@@ -227,10 +249,17 @@ def test_a_temporary_folder_that_does_not_exist_is_named(tiny: Checkpoint, monke
         _load(tiny.path)
 
 
-def test_a_pinned_file_that_no_loader_understands_is_refused(tiny: Checkpoint) -> None:
+def test_a_pinned_file_that_no_loader_understands_is_refused(tiny: Checkpoint, loaded: list[str]) -> None:
     tiny.path.write_bytes(b"not a package")
     size, digest = hash_regular_file(tiny.path)
     _edit(tiny.path, size=size, sha256=digest)
+    with pytest.raises(ArtifactRefused, match=r"tiny\.pt2 is no \.pt2 archive: .*; export it again"):
+        _load(tiny.path)
+    assert loaded == []
+
+
+def test_a_pinned_archive_that_the_loader_does_not_understand_is_refused(tiny: Checkpoint) -> None:
+    _rewrite(tiny.path, change={"models/model.json": b"{}"})
     with pytest.raises(ArtifactRefused, match=r"tiny\.pt2 does not load: .*; export it again"):
         _load(tiny.path)
 
@@ -242,3 +271,127 @@ def test_a_device_that_is_not_there_is_a_config_error_before_the_loader(
     with pytest.raises(ConfigError, match=r"is no device: give cpu|this machine has no device"):
         _load(tiny.path, device)
     assert loaded == []
+
+
+def _torch_file(value: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+class _Boom:
+    def __init__(self, proof: Path) -> None:
+        self.proof = proof
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (os.mkdir, (str(self.proof),))
+
+
+@pytest.mark.parametrize("wrap", [_torch_file, pickle.dumps], ids=["torch file", "bare pickle"])
+def test_a_pickle_in_a_package_is_refused_before_anything_in_it_runs(
+    tiny: Checkpoint, loaded: list[str], tmp_path: Path, wrap: Callable[[object], bytes]
+) -> None:
+    proof = tmp_path / "ran"
+    _rewrite(tiny.path, change={"sample_inputs/model.pt": wrap(_Boom(proof))})
+    with pytest.raises(ArtifactRefused, match=r"tiny\.pt2 holds a (bare )?pickle"):
+        _load(tiny.path)
+    assert loaded == []
+    assert not proof.exists()
+
+
+def test_the_loader_itself_would_have_run_that_pickle(tiny: Checkpoint, tmp_path: Path) -> None:
+    proof = tmp_path / "ran"
+    _rewrite(tiny.path, change={"sample_inputs/model.pt": _torch_file(_Boom(proof))})
+    command = [sys.executable, "-c", "import sys, torch; torch.export.load(sys.argv[1])", str(tiny.path)]
+    subprocess.run(command, capture_output=True, check=False, timeout=100)
+    assert proof.exists()
+
+
+def test_the_inputs_that_other_exports_keep_are_no_reason_to_refuse_them(tiny: Checkpoint) -> None:
+    kept = (torch.zeros((2, 3, 8, 8), dtype=torch.uint8),)
+    _rewrite(tiny.path, change={"sample_inputs/model.pt": _torch_file((kept, {}))})
+    assert _load(tiny.path).kind == "exported-program"
+
+
+def test_weights_stored_as_a_pickle_are_refused_before_the_loader(tiny: Checkpoint, loaded: list[str]) -> None:
+    _rewrite(tiny.path, change={"model_weights_config.json": b'{"config": {"scale": {"use_pickle": true}}}'})
+    with pytest.raises(ArtifactRefused, match="holds weights as a pickle"):
+        _load(tiny.path)
+    assert loaded == []
+
+
+@pytest.mark.parametrize(
+    ("member", "says"),
+    [
+        ("../../escaped.so", "leads out of it"),
+        ("/escaped.so", "leads out of it"),
+        ("archive/data/..\\escaped.so", "leads out of it"),
+        ("C:escaped.so", "leads out of it"),
+        ("archive/data/aotinductor/../../../escaped.so", "leads out of it"),
+        ("archive/data/constants/custom_obj_0", "is no part of a .pt2"),
+        ("archive/extra/code.py", "is no part of a .pt2"),
+        ("archive/byteorder", "twice"),
+    ],
+)
+def test_a_member_that_leads_out_of_the_package_is_refused_before_the_loader(
+    tiny: Checkpoint, loaded: list[str], member: str, says: str
+) -> None:
+    with zipfile.ZipFile(tiny.path) as archive:
+        root = archive.namelist()[0].split("/")[0]
+    _rewrite(tiny.path, more={member.replace("archive/", f"{root}/", 1): b"x"})
+    with pytest.raises(ArtifactRefused, match=rf"tiny\.pt2 has (a|the) member .*{says}"):
+        _load(tiny.path)
+    assert loaded == []
+
+
+def test_a_link_in_a_package_is_refused_before_the_loader(tiny: Checkpoint, loaded: list[str]) -> None:
+    link = zipfile.ZipInfo("archive/byteorder2")
+    link.external_attr = 0o120777 << 16
+    with zipfile.ZipFile(tiny.path, "a") as archive:
+        archive.writestr(link, "/etc/passwd")
+    size, digest = hash_regular_file(tiny.path)
+    _edit(tiny.path, size=size, sha256=digest)
+    with pytest.raises(ArtifactRefused, match="no plain file"):
+        _load(tiny.path)
+    assert loaded == []
+
+
+def test_a_package_that_would_unpack_to_much_more_than_it_is_is_refused(tiny: Checkpoint, loaded: list[str]) -> None:
+    with zipfile.ZipFile(tiny.path) as archive:
+        root = archive.namelist()[0].split("/")[0]
+    with zipfile.ZipFile(tiny.path, "a", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(f"{root}/data/weights/weight_99", bytes(64 << 20))
+    size, digest = hash_regular_file(tiny.path)
+    _edit(tiny.path, size=size, sha256=digest)
+    with pytest.raises(ArtifactRefused, match="would unpack to"):
+        _load(tiny.path)
+    assert loaded == []
+
+
+def test_a_manifest_of_the_first_schema_is_read(tiny: Checkpoint) -> None:
+    fields = json.loads(manifest_path(tiny.path).read_text())
+    first = {"schema_version": 1} | {name: fields[name] for name in FIRST_SCHEMA}
+    manifest_path(tiny.path).write_text(json.dumps(first))
+    assert _load(tiny.path).kind == "exported-program"
+
+
+FIRST_SCHEMA = (
+    "file", "size", "sha256", "format", "torch_version", "arch", "cpu_features", "device", "max_batch",
+    "weights_sha256", "source_sha256", "spec",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"torch_version": None}, "torch_version is missing"),
+        ({"data_files": [{"file": "w.data", "size": 1, "sha256": "0" * 64}]}, "data_files are for onnx"),
+        ({"format": "onnx", "data_files": [{"file": "../w.data", "size": 1, "sha256": "0" * 64}]}, "data_files.0.file"),
+        ({"format": "onnx", "data_files": [{"file": "Tiny.pt2", "size": 1, "sha256": "0" * 64}]}, "pinned twice"),
+        ({"kind": "slide aggregator"}, "is a slide aggregator, where a model of tiles is needed"),
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_refused(tiny: Checkpoint, changes: dict[str, object], says: str) -> None:
+    _edit(tiny.path, **({"file": "tiny.pt2"} | changes))
+    with pytest.raises(ArtifactRefused, match=says):
+        load_manifest(tiny.path)

@@ -15,7 +15,7 @@ FIELDS: dict[str, object] = {
 }  # fmt: skip
 
 OMICS: dict[str, object] = {"rna_unit": "tpm", "n_genes": 3}
-HEAD: dict[str, object] = {"backbone": "h0", "embedding_dim": 4}
+HEAD: dict[str, object] = {"backbone": "h0", "embedding_dim": 4, "backbone_weights_sha256": "ab" * 32}
 
 
 def _write(folder: Path, **changes: object) -> Path:
@@ -167,7 +167,10 @@ def test_how_a_prediction_is_drawn_is_no_part_of_what_defines_the_numbers(tmp_pa
         ({"omics": OMICS | {"transform": "log2"}}, r"omics\.transform: "),
         ({"omics": OMICS | {"tpm_share": 1.1}}, r"omics\.tpm_share: "),
         ({"omics": OMICS | {"tpm_share": 0}}, r"omics\.tpm_share: "),
-        ({"omics": OMICS | {"rna_unit": "counts", "tpm_share": 0.9}}, "omics: tpm_share is for tpm, rna_unit is counts"),
+        (
+            {"omics": OMICS | {"rna_unit": "counts", "tpm_share": 0.9}},
+            "omics: tpm_share is for tpm, rna_unit is counts",
+        ),
         (
             {"omics": OMICS | {"output_transform": "expm1"}, "output_type": "embedding", "embedding_dim": 2},
             "omics: output_transform is for a prediction, output_type is embedding",
@@ -189,6 +192,7 @@ def test_how_a_prediction_is_drawn_is_no_part_of_what_defines_the_numbers(tmp_pa
             "a mask is a prediction, output_type is embedding",
         ),
         ({"head": {"backbone": "h0"}}, r"head\.embedding_dim: Field required"),
+        ({"head": {"backbone": "h0", "embedding_dim": 4}}, r"head\.backbone_weights_sha256: Field required"),
         ({"head": HEAD | {"backbone": "../h0"}}, r"head\.backbone: "),
         ({"head": HEAD | {"backbone_weights_sha256": "ab"}}, r"head\.backbone_weights_sha256: "),
         (

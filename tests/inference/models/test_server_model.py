@@ -2,9 +2,12 @@
 
 import base64
 import io
-from collections.abc import Iterable
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,14 +16,15 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 
-from inference.contract import ModelRequest
+from inference.contract import ModelRequest, ModelResponse
 from inference.errors import ArtifactRefused, BadRequest, ConfigError, ForwardError, ModelContractError, NonFiniteOutput
 from inference.models.artifact import manifest_path
 from inference.models.registry import Checkpoint
-from inference.models.sample import Mode, PreparedSample
+from inference.models.sample import NO_EXTRAS, Mode, PreparedSample, TileOutput
 from inference.models.server_model import BaseServerModel, build_server_model, load_server_model
 
 BATCH = 6
+Extras = Mapping[str, NDArray[np.float32]]
 MODES: tuple[Mode, ...] = ("embedding", "prediction", "prediction_with_embedding")
 TILES = np.random.default_rng(3).integers(0, 256, (2 * BATCH, 224, 224, 3), dtype=np.uint8)
 
@@ -45,7 +49,7 @@ class FakeRuntime:
         self._outputs = outputs
         self.rows: list[int] = []
 
-    def run(self, batch: NDArray[np.uint8]) -> tuple[NDArray[np.float32], ...]:
+    def run(self, batch: NDArray[np.uint8], extras: Extras = NO_EXTRAS) -> tuple[NDArray[np.float32], ...]:
         self.rows.append(len(batch))
         found = []
         for output in self._outputs:
@@ -134,7 +138,7 @@ def test_a_model_whose_rows_depend_on_their_neighbours_says_so(
     model = load_server_model(tiny, fixed_batch=4)
 
     class Drifting(FakeRuntime):
-        def run(self, batch: NDArray[np.uint8]) -> tuple[NDArray[np.float32], ...]:
+        def run(self, batch: NDArray[np.uint8], extras: Extras = NO_EXTRAS) -> tuple[NDArray[np.float32], ...]:
             self.rows.append(len(batch))
             drift = np.float32(1 + 1e-6 * len(self.rows))
             return np.full((4, 3), drift, np.float32), np.full((4, 2), drift, np.float32)
@@ -146,7 +150,7 @@ def test_a_model_whose_rows_depend_on_their_neighbours_says_so(
 
 def test_a_graph_that_answers_a_lone_tile_differently_is_refused_at_load(server: BaseServerModel) -> None:
     class Static(FakeRuntime):
-        def run(self, batch: NDArray[np.uint8]) -> tuple[NDArray[np.float32], ...]:
+        def run(self, batch: NDArray[np.uint8], extras: Extras = NO_EXTRAS) -> tuple[NDArray[np.float32], ...]:
             value = 1.0 if len(batch) > 1 else 37.0
             return np.full((len(batch), 3), value, np.float32), np.full((len(batch), 2), value, np.float32)
 
@@ -190,7 +194,8 @@ def test_a_request_whose_image_is_sound_but_not_the_models_size_is_a_value_error
 
 
 def test_counts_pass_unchanged_through_a_model_without_an_omics_transform(server: BaseServerModel) -> None:
-    assert server.preprocess_bulk_rna([1.0, 2.0]) == [1.0, 2.0]
+    counts = [1.0, 2.0]
+    assert server.preprocess_bulk_rna(counts) is counts
 
 
 # Stage 2.
@@ -217,6 +222,24 @@ def test_responses_answer_their_requests_in_order_with_the_place_echoed(server: 
     for request, response in zip(requests, responses, strict=True):
         echoed = {"slide_name", "x", "y", "width", "height", "patch_idx", "tissue_ratio", "resolution"}
         assert response.model_dump(include=echoed) == request.model_dump(include=echoed)
+
+
+def test_a_response_is_what_its_own_schema_allows(server: BaseServerModel) -> None:
+    request = _request(_tile(4))
+    for mode in MODES:
+        (response,) = server.forward_batch([server.prepare_sample(request)], [request], mode)
+        assert ModelResponse.model_validate_json(response.to_json()) == response
+
+
+def test_nothing_that_is_not_finite_gets_into_a_response(server: BaseServerModel) -> None:
+    nan, one = np.array([np.nan], np.float32), np.ones(1, np.float32)
+    for mode, output in (
+        ("embedding", TileOutput(embedding=nan)),
+        ("prediction", TileOutput(prediction=nan)),
+        ("prediction_with_embedding", TileOutput(nan, one)),
+    ):
+        with pytest.raises(NonFiniteOutput):
+            server.respond(_request(_tile(4)), output, cast("Mode", mode))
 
 
 def test_a_result_keeps_no_more_than_its_own_row_alive(server: BaseServerModel) -> None:
@@ -311,6 +334,39 @@ def test_the_legacy_forward_gives_one_row_of_predictions_per_request(server: Bas
     found = server.forward([_request(_tile(value)) for value in (1, 2)])
     assert found.tolist() == [[1.0, 1.0], [2.0, 2.0]]
     assert found.dtype == np.float32
+
+
+def test_the_legacy_forward_raises_what_is_not_finite(server: BaseServerModel) -> None:
+    with pytest.raises(NonFiniteOutput):
+        server.forward([_request(_tile(value)) for value in (6, 7)])
+
+
+def test_a_model_answers_to_its_own_name_alone(server: BaseServerModel) -> None:
+    assert server.serves("tiny")
+    assert not server.serves("h1")
+
+
+def test_forwards_of_several_threads_take_turns(server: BaseServerModel) -> None:
+    class Watched(FakeRuntime):
+        inside = most = 0
+
+        def run(self, batch: NDArray[np.uint8], extras: Extras = NO_EXTRAS) -> tuple[NDArray[np.float32], ...]:
+            self.inside += 1
+            self.most = max(self.most, self.inside)
+            time.sleep(0.01)  # room for another to come in, if anything lets it
+            self.inside -= 1
+            return np.ones((1, 3), np.float32), np.ones((1, 2), np.float32)
+
+    server.runtime = watched = Watched()
+    sample, start = server.prepare_tile(_tile(1)), threading.Barrier(4)
+
+    def work(_: int) -> None:
+        start.wait(20)
+        server.forward_tiles([sample], ["embedding"])
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    assert watched.most == 1
 
 
 def test_the_metadata_describes_what_runs(server: BaseServerModel, tiny: Checkpoint) -> None:

@@ -1,0 +1,5 @@
+"""The doubles of the clients' tests, behind a service."""
+
+from tests.inference.clients.doubles import body, loaded, runtime, serve, server, start
+
+__all__ = ["body", "loaded", "runtime", "serve", "server", "start"]
