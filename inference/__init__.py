@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         UnreadableSlide,
         WithdrawnResult,
     )
+    from inference.errors import _ForwardError as _ForwardError
     from inference.models.bulk_rna import BulkRnaServerModel
     from inference.models.heads import DownstreamHeadModel
     from inference.models.registry import Checkpoint, resolve_model

@@ -158,7 +158,7 @@ def one_slide(cli: Cli) -> Cli:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"--model": "no-such-model"}, r"error: no model 'no-such-model': .*registered names: demo, or .* slide-inference models lists"),
+        ({"--model": "no-such-model"}, r"error: no model 'no-such-model': .*registered names: demo, or .* lists"),
         ({"--model": "nowhere/x.pt2"}, r"error: no checkpoint at nowhere/x\.pt2"),
         ({"slides": "nowhere"}, r"error: .*nowhere.*"),
         ({"--mpp": "0"}, r"error: --mpp 0 is no µm/px of a slide: give a value in 0\.05-50"),

@@ -8,9 +8,9 @@ import pytest
 from numpy.typing import NDArray
 
 from inference.slides import overview as overview_module
+from inference.slides._tiff_refusal import MAX_SIDE_PX
 from inference.slides.overview import BLOCK_PX, MAX_MASK_PIXELS, THUMBNAIL_PX, Overview, read_overview
 from inference.slides.pixels import reduce_area
-from inference.slides._tiff_refusal import MAX_SIDE_PX
 from inference.slides.reader import open_slide
 from tests.inference.slides.synthetic import ArrayReader, Pixels, Size, noise
 
