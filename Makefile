@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip
 # Read from the environment by the commands, so that no quoting is needed.
 export SLIDES MPP MODEL PORT
 
-.PHONY: help setup demo ui test test-all mutants lint format lock clean
+.PHONY: help setup demo ui test test-all bench mutants lint format lock clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -33,6 +33,9 @@ test: setup ## all tests but the slow ones
 
 test-all: setup ## every test this machine can run
 	$(BIN)/python -m pytest -m 'not gpu'
+
+bench: setup ## what answering tiles costs, printed and written to out/bench/
+	@$(BIN)/python -m benchmarks.runtime
 
 mutants: setup ## known faults, put back one at a time: each must turn its test red
 	@$(BIN)/python -m tests.mutants.run

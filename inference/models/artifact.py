@@ -337,7 +337,7 @@ def _copy(source: Path, target: Path) -> tuple[int, str]:
 
 
 def _remedy(manifest: Pin) -> str:
-    return f"export it again: slide-inference run --model {manifest.model_name} exports a registered model"
+    return f"export it again: slide-inference export {manifest.model_name}"
 
 
 def _require_room(name: str, manifest: Pin, folder: Path) -> None:

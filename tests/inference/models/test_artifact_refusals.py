@@ -109,7 +109,7 @@ def test_a_compiled_checkpoint_of_another_machine_is_refused_with_the_remedy(
     tiny: Checkpoint, loaded: list[str], changes: dict[str, object], says: str
 ) -> None:
     _edit(tiny.path, format="aotinductor", **changes)
-    with pytest.raises(ArtifactRefused, match=rf"{says}.*; export it again: slide-inference run --model tiny"):
+    with pytest.raises(ArtifactRefused, match=rf"{says}.*; export it again: slide-inference export tiny"):
         _load(tiny.path)
     assert loaded == []
 
