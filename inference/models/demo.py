@@ -38,7 +38,7 @@ class DemoNet(nn.Module):
     def forward(self, image: Tensor) -> tuple[Tensor, Tensor]:
         hematoxylin, eosin = self.separate(image)
         positive = (hematoxylin > HEMATOXYLIN_POSITIVE_OD).to(torch.float32)
-        area, mean_h, mean_e = (m.mean(dim=(1, 2)) for m in (positive, hematoxylin, eosin))
+        area = positive.mean(dim=(1, 2))
         gradient = F.pad((hematoxylin[:, :, 1:] - hematoxylin[:, :, :-1]).abs(), (0, 1))
         gradient = gradient + F.pad((hematoxylin[:, 1:] - hematoxylin[:, :-1]).abs(), (0, 0, 0, 1))
         cells = _cells(torch.stack((hematoxylin, eosin, gradient), dim=1))
@@ -47,7 +47,8 @@ class DemoNet(nn.Module):
         spread = (cells[:, 0] - means[:, 0]).square().mean(dim=(2, 4)).sqrt()
         means_h, means_e, means_gradient = means.flatten(2).unbind(dim=1)
         embedding = torch.cat((means_h, means_e, spread.flatten(1), means_gradient), dim=1)
-        return embedding, torch.stack((area, mean_h, mean_e), dim=1)
+        # Means of the cells' means: one running sum over 50,000 pixels loses its fifth digit to rounding.
+        return embedding, torch.stack((area, means_h.mean(dim=1), means_e.mean(dim=1)), dim=1)
 
     def separate(self, image: Tensor) -> tuple[Tensor, Tensor]:
         """Haematoxylin and eosin optical density (base 10), each (B, H, W), never below 0."""
