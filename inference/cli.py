@@ -21,7 +21,7 @@ from rich.progress import (
 from rich.text import Text
 
 from inference.cli_models import add_model_commands
-from inference.console import complain, log_in_lines, text_path
+from inference.console import complain, log_in_lines, named_path, text_path
 from inference.engine.chain import Chain, SlideOutcome, SlideStatus
 from inference.engine.inventory import read_inventory, write_inventory
 from inference.engine.model import require_usable
@@ -47,6 +47,7 @@ STYLE: dict[SlideStatus, str] = {
 LABEL_WIDTH = max(map(len, STYLE)) + 2
 MAX_NAME_WIDTH = 48
 
+OUT_HELP = "Folder for results; finished ones are reused, report.html shows all."
 MPP_HELP = "Level-0 µm/px, used only for slides that state none; a cohort file's mpp column overrides both."
 
 app = typer.Typer(
@@ -79,7 +80,7 @@ def _root(
 def run(
     slides: Annotated[list[str], typer.Argument(help="Slides, folders, globs or a cohort file (.csv, .parquet).")],
     model: Annotated[str, typer.Option(help="Path of a .pt2 checkpoint, or a registered name such as demo.")],
-    out: Annotated[Path, typer.Option(help="Folder for results; finished ones are reused, report.html shows all.")],
+    out: Annotated[Path, typer.Option(parser=named_path, metavar="PATH", help=OUT_HELP)],
     mpp: Annotated[float | None, typer.Option(help=MPP_HELP)] = None,
     allow_upsampling: Annotated[
         bool, typer.Option("--allow-upsampling", help="Also run slides coarser than the model needs.")
@@ -91,8 +92,9 @@ def run(
 ) -> None:
     """Tile, embed, predict, aggregate and draw every slide.
 
-    Exit code 0 if all went well (failed tiles within the budget included), 1 if a slide failed or another process is at
-    work on it, 2 for bad usage, 130 or 143 if interrupted; what is finished is kept.
+    Exit code 0 if all went well (failed tiles within the budget included), 1 if a slide failed, another process is at
+    work on it or a row of the cohort file names none, 2 for bad usage, 130 or 143 if interrupted; what is finished is
+    kept.
     """
     settings = Settings(
         mpp=mpp, allow_upsampling=allow_upsampling, min_tissue=min_tissue, batch_size=batch_size, device=device
@@ -118,6 +120,7 @@ class _Tally:
     slides: int = 0
     counts: Counter[SlideStatus] = field(default_factory=Counter)
     stopped_by: Broken | None = None
+    rows_without_slide: int = 0
 
     @property
     def so_far(self) -> str:
@@ -127,7 +130,8 @@ class _Tally:
     def exit_code(self) -> int:
         if isinstance(self.stopped_by, ArtifactRefused):  # found out by the first slide that needed the model
             return BAD_USAGE
-        return FAILED if self.stopped_by or self.counts["failed"] or self.counts["busy"] else OK
+        incomplete = self.counts["failed"] or self.counts["busy"] or self.rows_without_slide
+        return FAILED if self.stopped_by or incomplete else OK
 
 
 def _run(
@@ -140,6 +144,7 @@ def _run(
     with Chain(_open_store(out), [checkpoint], settings) as chain:
         write_inventory(chain.store, inventory.slides, keep=True)
         tally.slides = len(inventory.slides)
+        tally.rows_without_slide = sum(skipped.code in ("no_match", "plain_image") for skipped in inventory.skipped)
         try:
             _run_all(chain, inventory, tally, stop)
         except Broken as error:

@@ -33,6 +33,17 @@ class OneLine(logging.Formatter):
         return f"{super().format(plain)}: {error.message}"
 
 
+def named_path(text: str) -> Path:
+    """The path that an option gives; an empty one, as of a variable that is not set, means no folder.
+
+    Raises:
+        ConfigError: it is empty.
+    """
+    if not text:
+        raise ConfigError("a path is empty: name a folder, . for the current one")
+    return Path(text)
+
+
 def text_path(option: str, path: Path) -> Path:
     """The path, which reports, manifests and databases can hold as text, whatever it is relative to.
 

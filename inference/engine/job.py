@@ -175,7 +175,7 @@ class SlideJob:
         except DamagedResult as error:
             if address.folder not in self._damaged:  # asked for again under the lock, and by later stages
                 self._damaged.add(address.folder)
-                log.warning("%s: computed again, since %s", self.ref.key, error)
+                log.warning("%s: computed again, since %s", self.ref.key, error.message.partition(";")[0])
             return None
         return manifest if same_content(recorded, self.ref, self.reader.quickhash) else None
 

@@ -85,8 +85,10 @@ def why_unreadable(path: Path, name: str, error: BaseException) -> str:
             return "not a slide but a web page or XML (an error page saved as a slide?); fetch it again"
         if head[128:132] == b"DICM":
             return f"a DICOM file that is damaged or no slide ({reason_of(error, path)})"
+        if head.startswith((b"\x89PNG", b"\xff\xd8\xff")):
+            return "a PNG or JPEG picture, whatever its name says; save it as a tiled TIFF that states its µm/px"
         if head[:2] not in (b"II", b"MM"):
-            return f"no known slide format ({reason_of(error, path)})"
+            return f"no known slide format ({reason_of(error, path)}); export it as SVS, DICOM or a pyramidal TIFF"
         claims = read_claims(path)
         if claims and (problem := refused_tables(claims)):
             return problem

@@ -77,8 +77,10 @@ def _refused_size(directory: TiffDirectory) -> str | None:
     if math.prod(tile) > MAX_TILE_PX:
         return f"its compressed tiles have {tile[0]:,} x {tile[1]:,} pixels, too many to read: {_RETILED}"
     tiles = math.ceil(width / tile[0]) * math.ceil(height / tile[1])
-    if tiles > directory.pieces:
+    if directory.pieces not in (tiles, tiles * directory.samples):  # with one per channel where these lie apart
         return f"{claim} in {tiles:,} tiles, but lists {directory.pieces:,}: {damaged}"
+    if directory.in_header:
+        return f"{directory.in_header:,} of its tiles begin inside the file's own header: {damaged}"
     if width * height > max(_LARGE_PX, _MAX_PX_PER_BYTE * directory.data):
         return f"{claim}, but holds only {directory.data:,} bytes of them: {damaged}"
     return None

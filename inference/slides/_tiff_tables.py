@@ -13,7 +13,7 @@ from inference.slides._files import open_regular
 # Enough for any slide, few enough for a damaged header.
 _MAX_DIRECTORIES, _MAX_ENTRIES, _MAX_PIECES, _MAX_NUMBERS = 1000, 1000, 1 << 23, 16
 
-_MAX_SUB_DIRECTORIES = 64
+_MAX_SUB_DIRECTORIES, _HEADER_BYTES = 64, 8
 _CLASSIC_BYTES, _MAX_NDPI_BYTES = 1 << 32, 1 << 38  # what plain offsets reach; what those of an NDPI may be believed
 
 # NumPy's types for those of TIFF that matter; a rational is eight bytes.
@@ -39,6 +39,7 @@ class TiffDirectory:
         tile: width and height of its tiles; None where it is stored in strips.
         pieces: strips or tiles in its table of offsets.
         data: bytes of its strips or tiles; bytes that several share count once.
+        in_header: strips or tiles that claim to begin where the file's own header is.
         reduced: it calls itself a smaller version of another image.
         bits, formats: bits and sample format per channel; 1 is unsigned.
         extra: the meaning of the channels beyond those of the colour.
@@ -48,6 +49,7 @@ class TiffDirectory:
     tile: tuple[int, int] | None
     pieces: int
     data: int
+    in_header: int
     reduced: bool
     orientation: int
     photometric: int
@@ -170,6 +172,7 @@ def _described(values: _Values) -> TiffDirectory:
         tile=(one(_TILE_WIDTH), one(_TILE_LENGTH)) if _TILE_WIDTH in values else None,
         pieces=max(len(values.get(offsets, ())) for offsets, _ in _PIECES),
         data=max(_distinct(values.get(offsets), values.get(lengths)) for offsets, lengths in _PIECES),
+        in_header=sum(_count_in_header(values.get(offsets), values.get(lengths)) for offsets, lengths in _PIECES),
         reduced=bool(one(_SUBFILE) & 1),
         orientation=one(_ORIENTATION, 1),
         photometric=one(_PHOTOMETRIC, 2 if one(_SAMPLES, 1) >= 3 else 1),
@@ -188,6 +191,14 @@ def _reach(offsets: NDArray[np.integer] | None, lengths: NDArray[np.integer] | N
     ends = np.where(lengths[:count] > 0, offsets[:count].astype(np.float64) + lengths[:count], 0)
     last = int(ends.argmax()) if count else -1
     return int(offsets[last]) + int(lengths[last]) if count and ends[last] else 0
+
+
+def _count_in_header(offsets: NDArray[np.integer] | None, lengths: NDArray[np.integer] | None) -> int:
+    """Pieces with bytes, unlike those of a sparse file, that lie in the first eight of the file."""
+    if offsets is None or lengths is None:
+        return 0
+    count = min(len(offsets), len(lengths))
+    return int(((offsets[:count] < _HEADER_BYTES) & (lengths[:count] > 0)).sum())
 
 
 def _distinct(offsets: NDArray[np.integer] | None, lengths: NDArray[np.integer] | None) -> int:

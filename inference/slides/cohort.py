@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -118,6 +119,10 @@ def _wanted(header: Sequence[str]) -> dict[str, int]:
     """Position of each column that is used."""
     if "path" not in header:
         raise ConfigError("no column named 'path'; the first line must name the columns, separated by commas")
+    for name in header:
+        meant = re.sub(r"[^a-z]", "", name.casefold())
+        if name not in COLUMNS and (near := [c for c in COLUMNS if c.replace("_", "") == meant]):
+            raise ConfigError(f"column {name!r} would be ignored: call it '{near[0]}'")
     repeated = [name for name in COLUMNS if header.count(name) > 1]
     if repeated:
         raise ConfigError(f"column '{repeated[0]}' appears more than once")

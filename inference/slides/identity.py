@@ -193,7 +193,10 @@ def _blaming(ref: SlideRef, index: int) -> Iterator[None]:
     except OSError as error:
         which = ref.name if index == 0 else f"{ref.name}, file {index + 1} of {len(ref.files)}"
         if source_lost(error) or kind_of(ref.root) != "folder":
-            raise SourceUnavailable(f"{which}: the slide source cannot be reached ({error.strerror})") from None
+            raise SourceUnavailable(
+                f"{which}: the slide source cannot be reached ({error.strerror}): check that it is "
+                "mounted, then run again"
+            ) from None
         missing = isinstance(error, FileNotFoundError | NotADirectoryError)
         reason = "the file does not exist: deleted, moved or misspelt" if missing else error.strerror
         raise UnreadableSlide(f"{which}: {reason}", slide=ref.key) from None

@@ -165,13 +165,14 @@ def run_and_explain(command: Callable[..., None]) -> None:
     """Run a command; an error of ours becomes one line and an exit code."""
     warnings.filterwarnings("ignore", category=dg.BetaWarning)
     logging.getLogger("tifffile").setLevel(logging.ERROR)
+    # Dagster's database says where it was when the run was interrupted, with a traceback.
+    logging.getLogger("sqlalchemy.pool").setLevel(logging.CRITICAL)
     log_in_lines()
     try:
         typer.run(command)
     except InferenceError as error:
         complain(f"error: {error.message}")
-        code = 2 if isinstance(error, CallerError) else 1
-    sys.exit(code)
+        sys.exit(2 if isinstance(error, CallerError) else 1)
 
 
 if __name__ == "__main__":

@@ -261,7 +261,7 @@ def test_a_cohort_row_without_a_slide_is_told_and_a_cohort_of_only_such_rows_is_
     cohort.write_text(f"path\na.svs\n{row}\n")
     arguments = ("run", cohort, "--model", one_slide.model, "--out", one_slide.out, "--batch-size", BATCH)
     ended = one_slide(*arguments)
-    assert ended.code == 0
+    assert ended.code == 1, "a row without a slide is no success"
     assert ended.lines[-1].startswith("skipped ")
     assert row in ended.lines[-1]
     assert "row 3 of the cohort file" in ended.lines[-1]

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import openslide
 import pytest
+import tifffile
 
 from inference.errors import SourceUnavailable, UnreadableSlide
 from inference.slides._refusal import require_regular_file
@@ -58,7 +59,7 @@ def test_a_file_that_is_no_slide_is_refused_with_the_likely_reason(shared_data: 
     [
         (b"\xef\xbb\xbf<html>", "not a slide but a web page"),
         (b"\n\n <?xml version='1.0'?>", "not a slide but a web page"),
-        (b"\x89PNG\r\n\x1a\n" + bytes(100), "no known slide format"),
+        (b"\x89PNG\r\n\x1a\n" + bytes(100), "a PNG or JPEG picture"),
         (b"plain text", "no known slide format"),
         (b"II", "a TIFF that is damaged"),
         (b"II*\0", "a TIFF that is damaged"),
@@ -152,6 +153,41 @@ def test_a_claim_that_would_end_the_process_is_refused_before_memory_is_asked_fo
     assert done.returncode == 1, done.stderr
     assert "UnreadableSlide: S1: " in done.stderr
     assert reason in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("tag", "value", "reason"),
+    [
+        (256, 700, "claims to be 700 x 512 pixels in 6 tiles, but lists 8"),
+        (256, 1025, "claims to be 1,025 x 512 pixels in 10 tiles, but lists 8"),
+        (257, 200, "claims to be 1,024 x 200 pixels in 4 tiles, but lists 8"),
+    ],
+)
+def test_a_size_that_does_not_fit_the_number_of_tiles_is_refused_since_tiles_would_change_places(
+    tmp_path: Path, tag: int, value: int, reason: str
+) -> None:
+    path = tiff_header(tmp_path / "s.tif", 1024, 512, 8)
+    with _open(path) as slide:
+        assert slide.level_sizes == ((1024, 512),)
+    data = bytearray(path.read_bytes())
+    entry = next(at for at in range(10, 200, 12) if data[at : at + 2] == struct.pack("<H", tag))
+    data[entry + 8 : entry + 12] = struct.pack("<I", value)
+    path.write_bytes(data)
+    assert reason in str(_refusal(path))
+
+
+def test_tiles_that_begin_in_the_files_header_are_refused_and_those_of_a_sparse_file_are_not(tmp_path: Path) -> None:
+    path = write_pyramid(tmp_path / "s.tif", [(1024, 512)], coordinates, compression="none")
+    with tifffile.TiffFile(path) as tiff:
+        offsets, counts = (tiff.pages[0].tags[tag].valueoffset for tag in (324, 325))
+    data = bytearray(path.read_bytes())
+    data[offsets : offsets + 4] = bytes(4)
+    path.write_bytes(data)
+    assert "1 of its tiles begin inside the file's own header" in str(_refusal(path))
+    data[counts : counts + 4] = bytes(4)
+    path.write_bytes(data)
+    with _open(path) as slide:
+        assert (slide.read_region(0, 0, 0, 256, 256)[..., 3] == 0).all(), "a tile that is not there"
 
 
 def test_the_largest_size_still_opens(tmp_path: Path) -> None:
