@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from inference.contract import explain
 from inference.engine.recipes import tiling_name
 from inference.errors import ConfigError
-from inference.models.artifact import load_manifest
+from inference.models.artifact import SUFFIXES, load_manifest
 from inference.models.registry import Checkpoint, model_places, registered_models, resolve_model
 from inference.models.spec import HeatmapSpec, ModelSpec, load_model_spec, read_mapping
 
@@ -67,13 +67,13 @@ def _files(place: Path) -> list[Path]:
     if not place.is_dir():
         return [place]
     try:
-        return sorted(path for path in place.iterdir() if path.suffix in {".yaml", ".yml", ".pt2"})
+        return sorted(path for path in place.iterdir() if path.suffix in {".yaml", ".yml", *SUFFIXES})
     except OSError as error:
         raise ConfigError(f"SLIDE_MODELS names {place}, which cannot be listed: {error.strerror}") from None
 
 
 def _load(path: Path) -> PipelineModel:
-    if path.suffix == ".pt2":
+    if path.suffix in SUFFIXES:
         return PipelineModel(str(path), load_manifest(path).spec, ())
     try:
         file = _File.model_validate(read_mapping(path, "model file"))
@@ -83,10 +83,10 @@ def _load(path: Path) -> PipelineModel:
         model = PipelineModel(file.checkpoint, load_model_spec(file.checkpoint), file.heatmaps)
     else:
         checkpoint = path.parent / file.checkpoint
-        if checkpoint.suffix != ".pt2" or not checkpoint.exists():
+        if checkpoint.suffix not in SUFFIXES or not checkpoint.exists():
             raise ConfigError(
-                f"model file {path.name}: checkpoint is {file.checkpoint!r}, which is no .pt2 file there and none "
-                f"of the registered models: {', '.join(registered_models())}"
+                f"model file {path.name}: checkpoint is {file.checkpoint!r}, which is no {' or '.join(SUFFIXES)} file "
+                f"there and none of the registered models: {', '.join(registered_models())}"
             )
         model = PipelineModel(str(checkpoint), load_manifest(checkpoint).spec, file.heatmaps)
     _require_outputs(path, model)
