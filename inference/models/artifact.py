@@ -7,6 +7,7 @@ import platform
 import shutil
 import stat
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
@@ -63,7 +64,7 @@ class GoldenPin(PinnedFile):
     measured: Annotated[float, Field(ge=0)]
 
 
-class Pin(BaseModel):
+class Pin(BaseModel, ABC):
     """Pins one checkpoint file: its bytes, the files it needs, and what runs it.
 
     Attributes:
@@ -119,9 +120,9 @@ class Pin(BaseModel):
         return self.data_files if self.golden is None else (*self.data_files, self.golden)
 
     @property
+    @abstractmethod
     def model_name(self) -> str:
         """The name of what it implements."""
-        raise NotImplementedError
 
 
 class ArtifactManifest(Pin):

@@ -1,6 +1,7 @@
 """Runs a verified checkpoint: arrays in, arrays out, and nothing else is promised."""
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -58,7 +59,7 @@ def open_runtime(checkpoint: Path, manifest: ArtifactManifest, device: str = "cp
     return runtime
 
 
-class GraphRuntime:
+class GraphRuntime(ABC):
     """What all runtimes share: inputs are checked before the graph sees them, outputs counted after.
 
     A graph that was not exported here gets its tiles in the layout, type and normalisation that its spec declares.
@@ -108,8 +109,8 @@ class GraphRuntime:
         if given != wanted or any(extra.dtype != np.float32 for extra in extras.values()):
             raise BadRequest(f"the graph takes the further float32 inputs {wanted}, not {given}")
 
-    def _forward(self, batch: NDArray[Any], extras: Sequence[NDArray[np.float32]]) -> list[NDArray[np.float32]]:
-        raise NotImplementedError
+    @abstractmethod
+    def _forward(self, batch: NDArray[Any], extras: Sequence[NDArray[np.float32]]) -> list[NDArray[np.float32]]: ...
 
 
 class _ForeignInput:

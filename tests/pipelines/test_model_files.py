@@ -50,8 +50,8 @@ HEATMAP = "checkpoint: demo\nheatmaps: [{output: eosin_od}, {output: %s}]\n"
         ("demo\n", "cannot be used: it holds a single value: write lines"),
         ("", "cannot be used: it holds nothing: write lines"),
         (b"\xff\xfe", "cannot be read: it is not UTF-8 text"),
-        ("checkpoint: nowhere.pt2\n", "'nowhere.pt2', which is no .pt2 or .onnx file there and none of .*: demo"),
-        ("checkpoint: h9\n", "'h9', which is no .pt2 or .onnx file there and none of the registered models: demo"),
+        ("checkpoint: nowhere.pt2\n", "checkpoint is 'nowhere.pt2', which is no .pt2 or .onnx file there .*: demo"),
+        ("checkpoint: h9\n", "checkpoint is 'h9', which is no .pt2 or .onnx file there .*: demo"),
         (
             HEATMAP % "eosin",
             "heatmaps.1.output is 'eosin', which demo does not predict; it has hematoxylin_area, hemat",
