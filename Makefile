@@ -3,6 +3,8 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
+# One process per core, at most 4: each loads torch.
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 # Read from the environment by the commands, so that no quoting is needed.
 export SLIDES MPP MODEL PORT
@@ -29,10 +31,10 @@ ui: setup ## the Dagster UI on the demo, or on SLIDES=... [PORT=...]
 	@$(BIN)/python -m pipelines.demo.ui
 
 test: setup ## all tests but the slow ones
-	$(BIN)/python -m pytest -m 'not slow and not gpu'
+	$(PYTEST) -m 'not slow and not gpu'
 
 test-all: setup ## every test this machine can run
-	$(BIN)/python -m pytest -m 'not gpu'
+	$(PYTEST) -m 'not gpu'
 
 bench: setup ## what answering tiles costs, printed and written to out/bench/
 	@$(BIN)/python -m benchmarks.runtime

@@ -21,8 +21,6 @@ import torch
 from numpy.typing import NDArray
 from pydantic import BaseModel, JsonValue
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from inference.errors import ArtifactRefused, ConfigError
 from inference.models import _torch_noise as _torch_noise  # before the compiler is first imported
@@ -48,6 +46,7 @@ from inference.store.files import canonical_json, is_disk_full
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 log = logging.getLogger(__name__)
 
@@ -285,7 +284,9 @@ def _compile(program: torch.export.ExportedProgram, archive: "_Archive") -> None
         ) from error
 
 
-def _shape_env(program: torch.export.ExportedProgram) -> ShapeEnv:
+def _shape_env(program: torch.export.ExportedProgram) -> "ShapeEnv":
+    from torch._subclasses.fake_tensor import FakeTensor  # with it comes sympy, which a cached export does without
+
     for node in program.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, FakeTensor) and value.fake_mode.shape_env is not None:

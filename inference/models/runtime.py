@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils import _pytree as pytree
 
 from inference.errors import ArtifactRefused, BadRequest, ConfigError, DeviceBroken, ModelContractError
 from inference.models import _torch_noise as _torch_noise  # before the compiler is first imported
@@ -259,11 +260,21 @@ def gpu_architecture(device: torch.device) -> str:
 def _load(path: Path, manifest: Pin, device: torch.device) -> Callable[..., object]:
     # A compiled package trusts its caller with shapes unless told otherwise, and then reads garbage.
     os.environ["AOTI_RUNTIME_CHECK_INPUTS"] = "1"
-    call: Callable[..., object]
     if manifest.format == "aotinductor":
-        call = torch._inductor.aoti_load_package(
-            str(path), device_index=-1 if device.index is None or device.type == "cpu" else device.index
-        )
-    else:
-        call = torch.export.load(str(path)).module().to(device)
+        return _load_compiled(path, -1 if device.index is None or device.type == "cpu" else device.index)
+    call: Callable[..., object] = torch.export.load(str(path)).module().to(device)
+    return call
+
+
+def _load_compiled(path: Path, device_index: int) -> Callable[..., object]:
+    """What `torch._inductor.aoti_load_package` does, without the compiler's 1,500 modules: 0.02 s instead of 2.2 s.
+
+    The structure of the outputs is read once, not at each call.
+    """
+    loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, device_index)
+    structure = pytree.treespec_loads(loader.get_call_spec()[1])
+
+    def call(*inputs: torch.Tensor) -> object:
+        return pytree.tree_unflatten(loader.boxed_run(list(inputs)), structure)
+
     return call

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from functools import cache
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -81,20 +82,20 @@ def create_app(models: Models, settings: ServiceSettings | None = None) -> FastA
 
     app = FastAPI(title="slide-inference", version=openapi.VERSION, docs_url=None, redoc_url=None, lifespan=life)
     app.state.service = service
-    app.include_router(_routes(service))
+    app.router.route_class = _Route
+    _add_routes(app.router, service)
     app.add_exception_handler(HTTPException, _no_route)
     app.add_middleware(Gate, settings=service.settings, observe=service.metrics.observe)
-    page = openapi.page(app.openapi())
+    page = cache(lambda: openapi.page(app.openapi()))
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> HTMLResponse:
-        return HTMLResponse(page)
+        return HTMLResponse(page())
 
     return app
 
 
-def _routes(service: Service) -> APIRouter:
-    router = APIRouter(route_class=_Route)
+def _add_routes(router: APIRouter, service: Service) -> None:
     for name, mode in openapi.MODES.items():
         router.add_api_route(
             f"/api/{name}/{{model}}", _tile_route(service, mode), methods=["POST"], **openapi.tile(name, mode)
@@ -108,7 +109,6 @@ def _routes(service: Service) -> APIRouter:
         (router.get, "/metrics", _metrics, openapi.METRICS),
     ):
         add(path, **documented)(_bound(handler, service))
-    return router
 
 
 def _bound(handler: Callable[[Service, Request], Coroutine[Any, Any, Response]], service: Service) -> Handler:

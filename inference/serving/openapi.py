@@ -52,7 +52,13 @@ _SHA256 = {
 
 
 def _responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    return {status: {"model": ErrorBody, "description": _ERRORS[status]} for status in statuses}
+    """The refusals of a route; only the first declares the model: each declaration costs the start a validator."""
+    declared, *others = statuses
+    reference = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}
+    return {
+        declared: {"model": ErrorBody, "description": _ERRORS[declared]},
+        **{status: {"content": reference, "description": _ERRORS[status]} for status in others},
+    }
 
 
 _ALL = _responses(*_ERRORS)

@@ -240,6 +240,7 @@ def test_a_checkpoint_that_is_gone_or_refused_is_bad_usage_and_creates_nothing(
     assert not one_slide.out.exists()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_turns_out_not_to_run_is_bad_usage_too(one_slide: Cli, tmp_path: Path) -> None:
     # Known only when torch looks at the processor, and that is after the store was opened.
     model = tmp_path / "model.pt2"
@@ -252,6 +253,7 @@ def test_a_checkpoint_that_turns_out_not_to_run_is_bad_usage_too(one_slide: Cli,
     assert len(ended.lines) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", ["none*.svs", "tile.png"])
 def test_a_cohort_row_without_a_slide_is_told_and_a_cohort_of_only_such_rows_is_bad_usage(
     row: str, one_slide: Cli
@@ -358,6 +360,7 @@ def every_byte_written(folder: Path) -> Iterator[tuple[Path, str]]:
                 yield path, f"{table.schema.metadata} {table.to_pydict()}"
 
 
+@pytest.mark.slow
 def test_under_a_secret_no_file_and_no_line_tells_a_slides_name(cli: Cli) -> None:
     folder = cli.slides / "WARD-NINE"
     write_slide(folder / "ACC-0042.svs", section(), damaged=[(1, 1)])
@@ -381,6 +384,7 @@ def test_under_a_secret_no_file_and_no_line_tells_a_slides_name(cli: Cli) -> Non
         assert "WARD-NINE" not in text, path
 
 
+@pytest.mark.slow
 def test_the_report_shows_every_slide_of_the_store_and_not_only_those_of_the_last_command(cli: Cli) -> None:
     for name, image in (("a.svs", section(2, 3)), ("b.svs", section(2, 3, seed=2))):
         write_slide(cli.slides / name, image)
@@ -397,6 +401,7 @@ def test_the_report_shows_every_slide_of_the_store_and_not_only_those_of_the_las
     assert "status-failed" not in page
 
 
+@pytest.mark.slow
 def test_a_slide_that_another_process_works_on_is_busy_and_no_failure_of_its_own(one_slide: Cli) -> None:
     write_slide(one_slide.slides / "b.svs", section(2, 3, seed=2))
     chain = make_chain(one_slide.out, resolve_model(one_slide.model))

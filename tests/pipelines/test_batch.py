@@ -104,6 +104,7 @@ def test_the_model_is_loaded_once_for_a_batch_and_not_at_all_when_everything_is_
     assert pipeline.latest("demo", "heatmap", partition=keys[0])["reused"].value is True
 
 
+@pytest.mark.slow
 def test_any_stage_can_be_selected_alone_once_what_it_needs_is_there(pipeline: Pipeline) -> None:
     key = pipeline.discover()[0]
     job = pipeline.definitions.resolve_job_def("slides")
@@ -134,6 +135,7 @@ def test_a_key_that_is_not_in_the_inventory_fails_with_the_remedy(pipeline: Pipe
     assert "stranger: no such slide in the inventory" in text
 
 
+@pytest.mark.slow
 def test_the_report_names_every_slide_whatever_became_of_it(pipeline: Pipeline) -> None:
     keys = pipeline.discover()
     pipeline.run_slides(keys)
@@ -148,6 +150,7 @@ def test_the_report_names_every_slide_whatever_became_of_it(pipeline: Pipeline) 
     assert (metadata["ok"].value, metadata["ok_with_failures"].value, metadata["failed"].value) == (3, 1, 1)
 
 
+@pytest.mark.slow
 def test_under_a_secret_no_file_name_reaches_the_store_the_event_log_or_the_report(
     pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,6 +172,7 @@ def test_under_a_secret_no_file_name_reaches_the_store_the_event_log_or_the_repo
     assert [p.name for p in named] in ([], ["cohort.parquet"])
 
 
+@pytest.mark.slow
 def test_a_slide_that_another_process_works_on_is_busy_and_no_failure_of_its_own(pipeline: Pipeline) -> None:
     keys = pipeline.discover()[:2]
     store = Store(pipeline.store)

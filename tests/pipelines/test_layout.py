@@ -45,6 +45,7 @@ def test_an_mpp_that_no_slide_has_is_refused_at_once(mpp: str, tmp_path: Path) -
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_bad_arguments_are_one_line_and_exit_code_2(tmp_path: Path) -> None:
     for arguments in (["--slides", str(tmp_path / "nowhere")], ["--model", "nobody"], ["--mpp", "60"]):
         command = [sys.executable, "-m", "pipelines.demo", "--out", str(tmp_path / "out"), *arguments]

@@ -35,7 +35,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return call
 
     monkeypatch.setattr(torch.export, "load", spy(torch.export.load))
-    monkeypatch.setattr(torch._inductor, "aoti_load_package", spy(torch._inductor.aoti_load_package))
+    monkeypatch.setattr(torch._C._aoti, "AOTIModelPackageLoader", spy(torch._C._aoti.AOTIModelPackageLoader))
     return paths
 
 
@@ -299,6 +299,7 @@ def test_a_pickle_in_a_package_is_refused_before_anything_in_it_runs(
     assert not proof.exists()
 
 
+@pytest.mark.slow
 def test_the_loader_itself_would_have_run_that_pickle(tiny: Checkpoint, tmp_path: Path) -> None:
     proof = tmp_path / "ran"
     _rewrite(tiny.path, change={"sample_inputs/model.pt": _torch_file(_Boom(proof))})

@@ -291,6 +291,7 @@ def two_at_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[_Proc
             one.process.wait()
 
 
+@pytest.mark.slow
 def test_two_processes_that_export_at_once_end_with_one_good_checkpoint(two_at_once: list[_Process]) -> None:
     paths = {json.loads(one.answer)[1] for one in two_at_once}
     assert len(paths) == 1

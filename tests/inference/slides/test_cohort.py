@@ -134,7 +134,6 @@ def test_the_usual_ways_to_write_a_number_are_taken(tmp_path: Path, text: str, m
         ({"path": pa.array([b"\xff.svs"]).view(pa.string())}, "not UTF-8"),
         ({"slide_key": pa.array([b"\xff"]).view(pa.string())}, "not UTF-8"),
     ],
-    ids=str,
 )
 def test_a_parquet_column_of_another_type_or_with_broken_text_is_refused_in_one_line(
     tmp_path: Path, column: dict[str, pa.Array], says: str
