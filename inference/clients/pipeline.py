@@ -2,12 +2,20 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar, cast
 
-from inference.batching import BatchScheduler, FailureKind, SchedulerState, SchedulerStatistics, classify_failure
+from inference.batching import (
+    BatchScheduler,
+    FailureKind,
+    SchedulerState,
+    SchedulerStatistics,
+    classify_failure,
+    too_late,
+)
 from inference.contract import ModelRequest, ModelResponse, model_name_of
 from inference.errors import (
     BadRequest,
@@ -227,10 +235,13 @@ class ModelPipeline:
         self, prepared: Prepared, mode: Mode, deadline_s: float | None, *, block: bool
     ) -> "Future[TileOutput | ModelResponse]":
         if self.scheduler is None:
-            return self.start(self._alone, prepared, mode)
+            latest = None if deadline_s is None else time.monotonic() + deadline_s
+            return self.start(self._alone, prepared, mode, latest)
         return self.scheduler.submit(prepared, mode, call_deadline_s=deadline_s, block=block)
 
-    def _alone(self, prepared: Prepared, mode: Mode) -> TileOutput | ModelResponse:
+    def _alone(self, prepared: Prepared, mode: Mode, latest: float | None) -> TileOutput | ModelResponse:
+        if latest is not None and time.monotonic() >= latest:
+            raise too_late("queued")
         (found,) = self._halved([prepared], mode)
         if isinstance(found, InferenceError):
             raise found

@@ -9,10 +9,11 @@ from inference.batching import BatchScheduler
 from inference.engine.results import plain_message
 from inference.engine.settings import Settings
 from inference.errors import ArtifactRefused, Broken, CallerError, ConfigError, ModelContractError
-from inference.models.artifact import ArtifactManifest, check_artifact
+from inference.models.artifact import ArtifactManifest
 from inference.models.registry import Checkpoint
 from inference.models.sample import Mode, PreparedSample, TileOutput
 from inference.models.spec import ModelSpec
+from inference.models.verification import check_artifact
 
 if TYPE_CHECKING:
     from inference.models.server_model import BaseServerModel

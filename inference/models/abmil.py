@@ -19,12 +19,14 @@ from torch import Tensor, nn
 
 from inference.contract import OutputSpec
 from inference.errors import BadRequest, ConfigError
-from inference.models.artifact import Pin, hash_regular_file, read_manifest, verified_copy
+from inference.models.artifact import Pin, read_manifest
 from inference.models.export import cached, environment, place_of, weights_sha256, with_identity, write_graph
 from inference.models.golden import TOLERANCES, compare, pin_vectors
 from inference.models.onnx_runtime import open_session
+from inference.models.regular_files import hash_regular_file
 from inference.models.runtime import call_program, load_program
 from inference.models.spec import MODEL_NAME
+from inference.models.verification import verified_copy
 from inference.models.weights import State, load_state
 
 INPUT, OUTPUTS = "embeddings", ("attention", "logits")

@@ -1,5 +1,6 @@
 """From a model's name and a local weights file to a checkpoint that was compared with its network."""
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +11,11 @@ import torch
 from numpy.typing import NDArray
 
 from inference.errors import ConfigError
-from inference.models.artifact import ArtifactManifest, Format, hash_regular_file, load_manifest
+from inference.models.artifact import ArtifactManifest, Format, load_manifest
 from inference.models.export import export_model, weights_sha256
 from inference.models.golden import Arrays, run_golden
 from inference.models.networks import TileNet, build_tile_net, read_weights, source_sha256
+from inference.models.regular_files import hash_regular_file
 from inference.models.spec import ModelSpec
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -61,13 +63,17 @@ def export_tile_model(
     _check_options(spec, weights, random_init, depth, device, form, precision)
     spec = _as_asked(spec, random_init, depth, precision)
     state = None if weights is None else read_weights(spec, weights)
-    net = build_tile_net(spec.model_copy(update={"precision": "fp32"}), state)
+    in_full = spec.model_copy(update={"precision": "fp32"})
+    net = build_tile_net(in_full, state)
     digest = weights_sha256(net.network)
     reference = _eager(net, spec)
+    # The export converts its network in place.
+    full = TileNet(in_full, copy.deepcopy(net.network)).eval() if spec.precision == "fp16" else None
     path = export_model(
         TileNet(spec, net.network).eval(), spec, folder, source_sha256=source_sha256(), kind=FORMATS[form],
         device=device, name=spec.model_name, weights=digest,
         weights_file=None if weights is None else hash_regular_file(weights)[1], reference=reference,
+        fallback=full,
     )  # fmt: skip
     return Exported(path, load_manifest(path))
 

@@ -27,21 +27,21 @@ from inference.models import _torch_noise as _torch_noise  # before the compiler
 from inference.models.artifact import (
     MAX_BATCH,
     ArtifactManifest,
+    FallbackPin,
     Format,
     Pin,
     PinnedFile,
-    cpu_features,
-    hash_regular_file,
     manifest_path,
     read_manifest,
-    scratch_folder,
-    verify_artifact,
 )
+from inference.models.fallback import fallback_manifest, fallback_path
 from inference.models.golden import TOLERANCES, check_golden, difference, golden_inputs, write_golden
 from inference.models.onnx_graph import write_onnx
 from inference.models.onnx_runtime import graph_names
-from inference.models.runtime import GraphRuntime, gpu_architecture, open_runtime
+from inference.models.regular_files import hash_regular_file
+from inference.models.runtime import GraphRuntime, gpu_architecture, open_graph
 from inference.models.spec import ModelSpec
+from inference.models.verification import cpu_features, scratch_folder, verify_artifact
 from inference.store.files import canonical_json, is_disk_full
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ def export_model(
     weights: str | None = None,
     weights_file: str | None = None,
     reference: Sequence[NDArray[np.float32]] | None = None,
+    fallback: nn.Module | None = None,
 ) -> Path:
     """The checkpoint of a module, exported on first use and reused while it verifies.
 
@@ -85,6 +86,7 @@ def export_model(
         weights_file: digest of the file they were read from.
         reference: what the module returns in eager fp32 for the golden inputs; then the export is compared with it
             before it is given its name, and again whenever it is loaded.
+        fallback: the same network in full precision, for tiles that overflow; needs the reference.
 
     Returns:
         Path of the checkpoint; its manifest lies beside it.
@@ -106,7 +108,12 @@ def export_model(
         data = write_graph(trace(module.eval(), spec, device), path, kind, *graph_names(spec))
         size, digest = hash_regular_file(path)
         made = pinned.model_copy(update={"file": path.name, "size": size, "sha256": digest, "data_files": data})
-        return made if reference is None else _compared(path, made, reference)
+        if reference is None:
+            return made
+        made = _compared(path, made, reference)
+        if fallback is not None:
+            made = _with_fallback(path, made, trace(fallback.eval(), spec, device), reference)
+        return made
 
     return cached(place_of(folder, spec.model_name, kind, pinned.identity, name), pinned, build)
 
@@ -156,9 +163,11 @@ def environment(kind: Format, device: str) -> dict[str, Any]:
 def with_identity(pinned: M) -> M:
     """With the digest of all that decides what the export contains."""
     left_out = {"schema_version", "file", "size", "sha256", "spec", "identity", "data_files", "golden"}
-    left_out |= {"weights_file_sha256"}  # the tensors count, not the file they came in
+    left_out |= {"weights_file_sha256", "fallback"}  # the tensors count, not the file they came in
     decides = pinned.model_dump(mode="json", exclude=left_out)
     decides |= {"spec": _recipe(pinned), "export_version": EXPORT_VERSION}
+    if getattr(_spec_of(pinned), "precision", "fp32") == "fp16":
+        decides["fallback"] = "fp32"
     digest = hashlib.sha256(canonical_json(decides).encode()).hexdigest()
     return pinned.model_copy(update={"identity": digest})
 
@@ -212,7 +221,7 @@ def write_graph(
 def _compared(path: Path, made: ArtifactManifest, reference: Sequence[NDArray[np.float32]]) -> ArtifactManifest:
     golden = write_golden(path, made.spec, reference)
     made = made.model_copy(update={"golden": golden})
-    runtime = open_runtime(path, made.model_copy(update={"golden": None}), made.device)
+    runtime = open_graph(path, made, made.device)
     measured = max(check_golden(path, made, runtime.run), _other_sizes(path, made, runtime, reference))
     return made.model_copy(update={"golden": golden.model_copy(update={"measured": measured})})
 
@@ -229,6 +238,19 @@ def _other_sizes(
     if not worst <= TOLERANCES[made.spec.precision]:
         raise ArtifactRefused(f"{path.name} returns other values in batches of 1 or {ODD_BATCH} (by {worst:.1e})")
     return worst
+
+
+def _with_fallback(
+    path: Path, made: ArtifactManifest, program: torch.export.ExportedProgram, reference: Sequence[NDArray[np.float32]]
+) -> ArtifactManifest:
+    """The manifest with a graph in full precision beside the checkpoint, compared like it."""
+    beside = fallback_path(path)
+    data = write_graph(program, beside, made.format, *graph_names(made.spec))
+    size, digest = hash_regular_file(beside)
+    pin = FallbackPin(file=beside.name, size=size, sha256=digest, data_files=data)
+    full = fallback_manifest(made, pin)
+    _other_sizes(beside, full, open_graph(beside, full, made.device), reference)
+    return made.model_copy(update={"fallback": pin})
 
 
 def _build(checkpoint: Path, build: Callable[[Path], M]) -> None:

@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 from inference.errors import ArtifactRefused, ConfigError, InferenceError
 from inference.models._trial import rows_are_independent, trial_batch
 from inference.models.archive import check_archive, compiled
-from inference.models.artifact import ArtifactManifest, Format, hash_regular_file, load_manifest
+from inference.models.artifact import ArtifactManifest, Format, load_manifest
 from inference.models.conversion import Exported
 from inference.models.export import cached, environment, place_of, with_identity
 from inference.models.golden import run_golden, write_golden
 from inference.models.onnx_graph import external_files, pinned_data
-from inference.models.runtime import GraphRuntime, open_runtime
+from inference.models.regular_files import hash_regular_file
+from inference.models.runtime import GraphRuntime, open_graph
 from inference.models.spec import ModelSpec
 
 log = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ def _format(source: Path) -> Format:
 def _tried(path: Path, made: ArtifactManifest) -> ArtifactManifest:
     """The manifest with the batch that the graph takes and with what it returns."""
     _require_names(path, made)
-    runtime = open_runtime(path, made, made.device)
+    runtime = open_graph(path, made, made.device)
     most = _largest(path.name, runtime, made)
     outputs = run_golden(made.spec, runtime.run, min(TRIAL, most))
     for output, array in zip(made.spec.outputs, outputs, strict=True):

@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference.errors import ArtifactRefused
-from inference.models.artifact import ArtifactManifest, GoldenPin, Pin, read_pinned
+from inference.models.artifact import ArtifactManifest, GoldenPin, Pin
 from inference.models.spec import ModelSpec
+from inference.models.verification import read_pinned
 
 COUNT = 4
 """Inputs per model."""

@@ -23,19 +23,11 @@ class EmbeddingHead(BaseServerModel):
         ConfigError: as `BaseServerModel`, or the spec is not of a head.
     """
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        checkpoint: str,
-        device: str = "cpu",
-        directory: Path | str = "/opt/ml/model",
-        *,
-        fixed_batch: int | None = None,
-    ) -> None:
+    def require_parts(self, spec: ModelSpec) -> None:
+        """See `BaseServerModel.require_parts`."""
         if spec.head is None:
             raise ConfigError(f"{spec.model_name} takes tiles, not embeddings: its spec has no head part")
         self.backbone_name, self.embedding_dim = spec.head.backbone, spec.head.embedding_dim
-        super().__init__(spec, checkpoint, device, directory, fixed_batch=fixed_batch)
 
     def prepare_tile(self, rgb: NDArray[np.uint8]) -> PreparedSample:
         """Refused: a head takes embeddings.

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inference.errors import ArtifactRefused, ConfigError
-from inference.models.artifact import FILE_NAME, PinnedFile, hash_regular_file
+from inference.models.artifact import FILE_NAME, PinnedFile
+from inference.models.regular_files import hash_regular_file
 
 if TYPE_CHECKING:
     import torch

@@ -8,9 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference.errors import ArtifactRefused, ConfigError, DeviceBroken
-from inference.models.artifact import ArtifactManifest, verified_copy
+from inference.models.artifact import ArtifactManifest
 from inference.models.runtime import GraphRuntime
 from inference.models.spec import ModelSpec
+from inference.models.verification import verified_copy
 
 TILE = "tile"
 """The name that our exports give their first input."""

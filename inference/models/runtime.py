@@ -13,10 +13,12 @@ from torch.utils import _pytree as pytree
 
 from inference.errors import ArtifactRefused, BadRequest, ConfigError, DeviceBroken, ModelContractError
 from inference.models import _torch_noise as _torch_noise  # before the compiler is first imported
-from inference.models.artifact import ArtifactManifest, Pin, scratch_folder, verified_copy
+from inference.models.artifact import ArtifactManifest, Pin
+from inference.models.fallback import FallbackRuntime
 from inference.models.golden import check_golden
 from inference.models.sample import NO_EXTRAS
 from inference.models.spec import ModelSpec
+from inference.models.verification import scratch_folder, verified_copy
 from inference.store.files import is_disk_full
 
 
@@ -41,7 +43,7 @@ class Runtime(Protocol):
         ...
 
 
-def open_runtime(checkpoint: Path, manifest: ArtifactManifest, device: str = "cpu") -> "GraphRuntime":
+def open_runtime(checkpoint: Path, manifest: ArtifactManifest, device: str = "cpu") -> Runtime:
     """Load a checkpoint and compare it with its golden vectors, which also warms it up.
 
     Raises:
@@ -49,15 +51,22 @@ def open_runtime(checkpoint: Path, manifest: ArtifactManifest, device: str = "cp
             something else than it must.
         ConfigError: this machine has no such device, or a package is missing.
     """
-    runtime: GraphRuntime
+    runtime = open_graph(checkpoint, manifest, device)
+    check_golden(checkpoint, manifest, runtime.run)
+    return runtime if manifest.fallback is None else FallbackRuntime(runtime, checkpoint, manifest, open_graph)
+
+
+def open_graph(checkpoint: Path, manifest: ArtifactManifest, device: str = "cpu") -> "GraphRuntime":
+    """The graph alone, neither compared nor with its fallback.
+
+    Raises:
+        ArtifactRefused, ConfigError: as `open_runtime`.
+    """
     if manifest.format == "onnx":
         from inference.models.onnx_runtime import OnnxRuntime  # an optional package
 
-        runtime = OnnxRuntime(checkpoint, manifest, device)
-    else:
-        runtime = TorchRuntime(checkpoint, manifest, device)
-    check_golden(checkpoint, manifest, runtime.run)
-    return runtime
+        return OnnxRuntime(checkpoint, manifest, device)
+    return TorchRuntime(checkpoint, manifest, device)
 
 
 class GraphRuntime(ABC):

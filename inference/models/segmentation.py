@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,19 +23,11 @@ class SegmentationServerModel(BaseServerModel):
         ConfigError: as `BaseServerModel`, or the spec has no mask.
     """
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        checkpoint: str,
-        device: str = "cpu",
-        directory: Path | str = "/opt/ml/model",
-        *,
-        fixed_batch: int | None = None,
-    ) -> None:
+    def require_parts(self, spec: ModelSpec) -> None:
+        """See `BaseServerModel.require_parts`."""
         if spec.mask is None:
             raise ConfigError(f"{spec.model_name} gives no mask: its spec has no mask part")
         self._mask: MaskSpec = spec.mask
-        super().__init__(spec, checkpoint, device, directory, fixed_batch=fixed_batch)
 
     def tile_output(self, heads: Mapping[str, NDArray[np.float32]]) -> TileOutput:
         """The packed mask of one tile, and the embedding where it was asked for."""

@@ -65,6 +65,7 @@ class BaseServerModel:
         *,
         fixed_batch: int | None = None,
     ) -> None:
+        self.require_parts(spec)
         path = Path(directory) / checkpoint
         self.manifest: ArtifactManifest = load_manifest(path)
         if self.manifest.spec.recipe() != spec.recipe():
@@ -76,6 +77,13 @@ class BaseServerModel:
         self.forward_lock = threading.Lock()
         self.runtime: Runtime = open_runtime(path, self.manifest, device)
         self.rows_independent = self._warm_up()
+
+    def require_parts(self, spec: ModelSpec) -> None:
+        """Take from the spec what this class needs of it; called before anything is loaded.
+
+        Raises:
+            ConfigError: the spec lacks it.
+        """
 
     @property
     def model_spec(self) -> ModelSpec:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from inference.errors import ConfigError
-from inference.models.artifact import open_regular
+from inference.models.regular_files import open_regular
 
 State = dict[str, Tensor]
 

@@ -8,7 +8,15 @@ from typing import Protocol, runtime_checkable
 
 from inference.clients.pipeline import ModelPipeline
 from inference.contract import model_name_of
-from inference.errors import BadRequest, CallerError, InferenceError, Overloaded, ServerClosed, UnknownModel
+from inference.errors import (
+    BadRequest,
+    CallerError,
+    DeviceBroken,
+    InferenceError,
+    Overloaded,
+    ServerClosed,
+    UnknownModel,
+)
 from inference.models.rna import bulk_rna_sha256
 from inference.models.server_model import BaseServerModel
 
@@ -71,10 +79,11 @@ class ModelTable:
         Raises:
             UnknownModel: the service has no such model.
             Overloaded: it is not loaded yet.
+            DeviceBroken: it never will be, for it or one before it failed to load.
         """
         name = model_name_of(name)
         if self._pipelines.get(name, True) is None:
-            raise Overloaded(f"{name} is being loaded: try again later", retry_after_s=LOADING_RETRY_S)
+            raise self._not_loaded(name)
         for _, pipeline in self.loaded():
             if pipeline.model.serves(name):
                 return pipeline
@@ -87,7 +96,7 @@ class ModelTable:
             return ServerClosed("the service is shutting down: ask another one")
         for name, pipeline in self._pipelines.items():
             if pipeline is None:
-                return Overloaded(f"{name} is being loaded: try again later", retry_after_s=LOADING_RETRY_S)
+                return self._not_loaded(name)
             if fault := pipeline.fault:
                 return fault
         return None
@@ -123,6 +132,11 @@ class ModelTable:
             pipelines = self.loaded()
         for _, pipeline in pipelines:
             pipeline.close()
+
+    def _not_loaded(self, name: str) -> InferenceError:
+        if self.failure is not None:
+            return DeviceBroken(f"{name} was not loaded: the log has the reason; start the service again")
+        return Overloaded(f"{name} is being loaded: try again later", retry_after_s=LOADING_RETRY_S)
 
     def _load_all(self, on_failure: Callable[[], None]) -> None:
         for name, load in self._loads.items():

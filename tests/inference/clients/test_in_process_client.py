@@ -27,7 +27,7 @@ from inference.errors import (
 from inference.models.registry import Checkpoint
 from inference.models.sample import Mode, PreparedSample
 from inference.models.server_model import BaseServerModel, load_server_model
-from tests.inference.clients.doubles import make_tile
+from tests.inference.clients.doubles import PATIENCE_S, make_tile
 
 if TYPE_CHECKING:
     from tests.inference.clients.doubles import ScriptedRuntime, StartClient
@@ -149,6 +149,15 @@ def test_without_dynamic_batching_every_async_call_runs_alone(
     assert [json.loads(str(answer))["patch_idx"] for answer in answers] == [0, 1, 2, 3]
     assert runtime.rows == [1, 1, 1, 1]
     assert client.statistics() is None
+
+
+def test_without_dynamic_batching_a_deadline_is_kept_too(start: "StartClient", runtime: "ScriptedRuntime") -> None:
+    client = start(dynamic_batching=False)
+    sample = client.pipeline.model.prepare_tile(make_tile(1))
+    with pytest.raises(DeadlineExceeded):
+        client.submit(sample, "embedding", deadline_s=0).result(PATIENCE_S)
+    assert runtime.rows == []
+    assert client.submit(sample, "embedding", deadline_s=PATIENCE_S).result(PATIENCE_S).embedding is not None
 
 
 def test_a_cancelled_call_leaves_its_neighbours_their_answers(

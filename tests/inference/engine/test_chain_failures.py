@@ -27,9 +27,9 @@ from inference.errors import (
     UnknownResolution,
     UnreadableSlide,
 )
-from inference.models.artifact import hash_regular_file
 from inference.models.demo import DemoNet
 from inference.models.registry import Checkpoint
+from inference.models.regular_files import hash_regular_file
 from inference.models.spec import ModelSpec
 from inference.store.store import Store
 from tests.inference.engine.runs import contents, make_chain, result, run, script, stages_of, vectors_of

@@ -16,9 +16,11 @@ import pytest
 import torch
 
 from inference.errors import ArtifactRefused, ConfigError, UnknownModel
-from inference.models.artifact import cpu_features, hash_regular_file, load_manifest, manifest_path
+from inference.models.artifact import load_manifest, manifest_path
 from inference.models.registry import Checkpoint
+from inference.models.regular_files import hash_regular_file
 from inference.models.runtime import TorchRuntime
+from inference.models.verification import cpu_features
 from tests.inference.store.mounts import fill, tmpfs
 
 

@@ -14,13 +14,14 @@ from safetensors.torch import save_file
 
 from inference.errors import ArtifactRefused, ConfigError
 from inference.models import conversion
-from inference.models.artifact import hash_regular_file, load_manifest, manifest_path
+from inference.models.artifact import load_manifest, manifest_path
 from inference.models.conversion import Exported, export_tile_model
 from inference.models.golden import golden_path
 from inference.models.networks import TileNet, build_tile_net
 from inference.models.onnx_graph import pinned_data
 from inference.models.registry import Checkpoint
-from inference.models.runtime import GraphRuntime, open_runtime
+from inference.models.regular_files import hash_regular_file
+from inference.models.runtime import Runtime, open_runtime
 from inference.models.server_model import load_server_model
 from inference.models.spec import ModelSpec, load_model_spec
 from tests.conftest import REPO
@@ -37,7 +38,7 @@ PLACES = {
 }  # fmt: skip
 
 
-def _opened(made: Exported) -> GraphRuntime:
+def _opened(made: Exported) -> Runtime:
     return open_runtime(made.path, made.manifest)
 
 

@@ -19,7 +19,7 @@ from inference.models.artifact import load_manifest
 from inference.models.conversion import Exported, Precision, export_tile_model
 from inference.models.networks import build_tile_net
 from inference.models.registry import Checkpoint
-from inference.models.runtime import GraphRuntime, gpu_architecture, open_runtime
+from inference.models.runtime import Runtime, gpu_architecture, open_runtime
 from inference.models.sample import PreparedSample, TileOutput
 from inference.models.server_model import BaseServerModel, load_server_model
 from inference.models.spec import load_model_spec
@@ -48,7 +48,7 @@ def full() -> Exported:
 
 
 @pytest.fixture(scope="module")
-def runtime(full: Exported) -> GraphRuntime:
+def runtime(full: Exported) -> Runtime:
     return open_runtime(full.path, full.manifest, DEVICE)
 
 
@@ -56,7 +56,7 @@ def tiles(count: int, seed: int = 0) -> NDArray[np.uint8]:
     return np.random.default_rng(seed).integers(0, 256, (count, 3, 224, 224), dtype=np.uint8)
 
 
-def test_a_vit_compiled_for_the_gpu_agrees_with_the_cpu(runtime: GraphRuntime) -> None:
+def test_a_vit_compiled_for_the_gpu_agrees_with_the_cpu(runtime: Runtime) -> None:
     batch = tiles(8)
     with torch.inference_mode():
         expected = build_tile_net(load_model_spec("kaiko-vits16"))(torch.from_numpy(batch)).numpy()
@@ -72,9 +72,7 @@ def test_its_manifest_names_the_gpu_and_another_one_is_refused(full: Exported) -
 
 
 @pytest.mark.parametrize("size", [1, 16, 64])
-def test_at_a_fixed_shape_rows_keep_their_bits_in_any_place_beside_any_neighbours(
-    runtime: GraphRuntime, size: int
-) -> None:
+def test_at_a_fixed_shape_rows_keep_their_bits_in_any_place_beside_any_neighbours(runtime: Runtime, size: int) -> None:
     batch = tiles(size)
     places = np.random.default_rng(1).permutation(size)
     (found,), (moved,) = runtime.run(batch), runtime.run(batch[places])
@@ -96,7 +94,7 @@ def test_half_precision_is_held_to_the_network_in_full(precision: Precision) -> 
 
 
 @pytest.fixture
-def little_memory(runtime: GraphRuntime) -> Iterator[None]:
+def little_memory(runtime: Runtime) -> Iterator[None]:
     """Leaves this process room for a forward of a few dozen tiles, whatever the card has."""
     torch.cuda.empty_cache()
     used = torch.cuda.memory_reserved(0)
@@ -107,9 +105,7 @@ def little_memory(runtime: GraphRuntime) -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
-def test_memory_that_runs_out_is_told_as_such_and_the_next_batch_runs(
-    runtime: GraphRuntime, little_memory: None
-) -> None:
+def test_memory_that_runs_out_is_told_as_such_and_the_next_batch_runs(runtime: Runtime, little_memory: None) -> None:
     with pytest.raises(torch.OutOfMemoryError):
         runtime.run(tiles(2048))
     assert np.isfinite(runtime.run(tiles(4))[0]).all()

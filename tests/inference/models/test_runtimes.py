@@ -14,7 +14,7 @@ from inference.models import runtime as runtimes
 from inference.models.artifact import ArtifactManifest, Format, load_manifest
 from inference.models.export import export_model
 from inference.models.golden import run_golden
-from inference.models.runtime import GraphRuntime, TorchRuntime, call_program, open_runtime
+from inference.models.runtime import GraphRuntime, TorchRuntime, call_program, open_graph, open_runtime
 from inference.models.spec import ModelSpec, OmicsSpec, TileSpec
 from tests.conftest import REPO
 
@@ -52,7 +52,7 @@ class ConformingNet(nn.Module):
 )
 def runtime(request: pytest.FixtureRequest) -> GraphRuntime:
     path = _checkpoint(request.param)
-    return open_runtime(path, load_manifest(path))
+    return open_graph(path, load_manifest(path))
 
 
 def _checkpoint(kind: Format) -> Path:

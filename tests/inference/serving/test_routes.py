@@ -177,7 +177,10 @@ def test_a_model_that_does_not_load_is_reported_and_the_service_never_ready(serv
     app.state.service.models.load(on_failure=failed.set)
     assert failed.wait(PATIENCE_S)
     assert str(app.state.service.models.failure) == "torn"
-    assert ask(app, "GET", "/ping").status_code == 503
+    for verb, path, body in (("GET", "/ping", None), ("POST", "/api/embed/demo", make_body(1))):
+        status, found = refusal(app, verb, path, body)
+        assert (status, found["code"]) == (503, "device_broken")
+        assert found["message"] == "demo was not loaded: the log has the reason; start the service again"
 
 
 # Bulk RNA.
