@@ -41,7 +41,7 @@ def print_table(title: str, rows: Iterable[tuple[str, object, str]], about: Mapp
     print(title)
     print("on " + ", ".join(f"{name} {value}" for name, value in about.items()))
     for name, value, target in rows:
-        shown = f"{value:.1f}" if isinstance(value, float) else str(value)
+        shown = f"{value:.{3 if abs(value) < 10 else 1}f}" if isinstance(value, float) else str(value)
         print(f"  {name:<44} {shown:>12}  {target}".rstrip())
 
 
