@@ -100,6 +100,7 @@ class ModelPipeline:
                 device_lock=self._device,
                 stuck_after_s=stuck_after_s,
                 max_queued_items=max_queued_items,
+                on_out_of_memory=model.free_memory,
                 name=model.model_name,
             )
         self._pool = ThreadPoolExecutor(PREPARE_THREADS, thread_name_prefix="prepare")
@@ -272,6 +273,7 @@ class ModelPipeline:
             half = (len(batch) + 1) // 2
             if kind is FailureKind.OUT_OF_MEMORY:
                 self._run_size = min(self._run_size, half)
+                self.model.free_memory()
             return [*self._halved(batch[:half], mode), *self._halved(batch[half:], mode)]
 
     def _forward(self, batch: Sequence[Prepared], modes: Sequence[str]) -> Sequence[TileOutput | ModelResponse]:

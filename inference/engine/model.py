@@ -3,12 +3,13 @@
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
-from inference.batching import BatchScheduler
+from inference.batching import BatchScheduler, FailureKind, classify_failure
 from inference.engine.results import plain_message
 from inference.engine.settings import Settings
-from inference.errors import ArtifactRefused, Broken, CallerError, ConfigError, ModelContractError
+from inference.errors import ArtifactRefused, Broken, CallerError, ConfigError, DeviceBroken, ModelContractError
 from inference.models.artifact import ArtifactManifest
 from inference.models.registry import Checkpoint
 from inference.models.sample import Mode, PreparedSample, TileOutput
@@ -87,7 +88,10 @@ class EngineModel:
             raise ArtifactRefused(error.message) from error
         except Exception as error:
             text = plain_message(str(error)) or type(error).__name__
-            raise ArtifactRefused(f"{path.name} does not run on {device} with batches of {size}: {text}") from error
+            remedy = _REMEDY if classify_failure(error) is FailureKind.OUT_OF_MEMORY else ""
+            raise ArtifactRefused(
+                f"{path.name} does not run on {device} with batches of {size}: {text}{remedy}"
+            ) from error
 
     @property
     def scheduler(self) -> "BatchScheduler[PreparedSample, TileOutput]":
@@ -95,17 +99,14 @@ class EngineModel:
         server = self.server
         with self._lock:
             if self._scheduler is None:
-
-                def forward(samples: Sequence[PreparedSample], modes: Sequence[str]) -> Sequence[TileOutput]:
-                    return cast("Sequence[TileOutput]", server.forward_tiles(samples, cast("Sequence[Mode]", modes)))
-
                 size = self._settings.batch_size
                 self._scheduler = BatchScheduler(
-                    forward,
+                    partial(self._forward, server),
                     max_batch_size=size,
                     max_wait_s=FILL_WAIT_S,
                     max_queued_items=4 * size,
                     nbytes=lambda sample: sample.nbytes,
+                    stuck_after_s=STUCK_AFTER_S,
                     name=self.spec.model_name,
                 )
             return self._scheduler
@@ -114,6 +115,30 @@ class EngineModel:
         """Queue one tile for every head the model has; waits while the queue is full."""
         return self.scheduler.submit(sample, self.spec.output_type)
 
+    def _forward(
+        self, server: "BaseServerModel", samples: Sequence[PreparedSample], modes: Sequence[str]
+    ) -> Sequence[TileOutput]:
+        """One batch. Without memory for it there is none for its halves, which are padded to the same size.
+
+        Raises:
+            DeviceBroken: no memory, also once what could be freed was.
+        """
+        forward = partial(server.forward_tiles, samples, cast("Sequence[Mode]", modes))
+        # A row that is not finite comes back as its error; the scheduler hands it to that tile alone.
+        try:
+            return cast("Sequence[TileOutput]", forward())
+        except Exception as error:
+            if classify_failure(error) is not FailureKind.OUT_OF_MEMORY:
+                raise
+        server.free_memory()
+        try:
+            return cast("Sequence[TileOutput]", forward())
+        except Exception as error:
+            if classify_failure(error) is not FailureKind.OUT_OF_MEMORY:
+                raise
+            size, device = self._settings.batch_size, self._settings.device
+            raise DeviceBroken(f"{device} has no memory for a batch of {size} tiles{_REMEDY}") from error
+
     def close(self) -> None:
         """Stop the queue and let the model go."""
         with self._lock:
@@ -121,6 +146,11 @@ class EngineModel:
                 self._scheduler.close()
             self._scheduler = self._loaded = None
 
+
+_REMEDY = "; free some, or choose a smaller batch size"
+
+STUCK_AFTER_S = 3600.0
+"""A batch that takes longer never ends: by its operations, a ViT-g takes 10 minutes for 64 tiles on two cores."""
 
 FILL_WAIT_S = 5.0
 """How long a batch may wait to fill; a slide that has no more tiles flushes instead of waiting."""

@@ -232,6 +232,12 @@ def _out_of_memory_count(device: str) -> int:
     return int(torch.cuda.memory_stats(device).get("num_ooms", 0))
 
 
+def free_device_memory(device: str) -> None:
+    """Give what torch keeps for later back to the device."""
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()
+
+
 def _require_alive(device: str) -> None:
     if not device.startswith("cuda"):
         return

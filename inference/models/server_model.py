@@ -1,5 +1,6 @@
 """The server model: stage 1 prepares one request alone, stage 2 runs a batch of prepared ones."""
 
+import gc
 import logging
 import threading
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,7 @@ from inference.errors import (
 from inference.models._trial import rows_are_independent, trial_batch
 from inference.models.artifact import ArtifactManifest, load_manifest
 from inference.models.registry import Checkpoint, resolve_model
-from inference.models.runtime import Runtime, open_runtime
+from inference.models.runtime import Runtime, free_device_memory, open_runtime
 from inference.models.sample import MODES, NO_EXTRAS, Mode, PreparedSample, TileOutput
 from inference.models.spec import ModelSpec
 
@@ -325,6 +326,11 @@ class BaseServerModel:
                 f"its spec declares {declared}"
             )
         return {spec.name: array[: len(batch)] for spec, array in zip(self._spec.outputs, outputs, strict=True)}
+
+    def free_memory(self) -> None:
+        """What can be let go before a batch that did not fit is tried again, smaller."""
+        gc.collect()
+        free_device_memory(self.runtime.device)
 
     def _padded(self, batch: NDArray[T]) -> NDArray[T]:
         size = self._fixed_batch

@@ -85,7 +85,7 @@ class Scripted:
     def __init__(self, runtime: Runtime, does: str) -> None:
         self._runtime, self._does = runtime, does
         self.kind, self.device = runtime.kind, runtime.device
-        self.calls = 0
+        self.calls = self.refused = 0
 
     def run(
         self, batch: NDArray[np.uint8], extras: Mapping[str, NDArray[np.float32]] = NO_EXTRAS
@@ -96,6 +96,11 @@ class Scripted:
             raise RuntimeError("poison at 0x7f0012345678 in /tmp/build/model.cpp:12\nand a second line")
         if self._does == "break the device" and poison.any():
             raise DeviceBroken("the device failed: an illegal memory access")
+        if self._does.startswith("run out of memory") and poison.any() and (
+            self._does.endswith("always") or not self.refused
+        ):  # fmt: skip
+            self.refused += 1
+            raise MemoryError("cannot allocate 12 GiB")
         outputs = tuple(output.copy() for output in self._runtime.run(batch, extras))
         if self._does == "break the contract" and poison.any():
             return (*outputs[:-1], outputs[-1][:, :-1])

@@ -19,6 +19,7 @@ from inference.errors import (
     ArtifactRefused,
     Broken,
     ConfigError,
+    DeviceBroken,
     InferenceError,
     ResolutionTooCoarse,
     SlideChanged,
@@ -384,7 +385,12 @@ def test_a_model_that_does_not_run_stops_the_run_and_blames_no_slide(
 
 
 @pytest.mark.parametrize(
-    ("does", "code"), [("break the device", "device_broken"), ("break the contract", "model_contract")]
+    ("does", "code"),
+    [
+        ("break the device", "device_broken"),
+        ("break the contract", "model_contract"),
+        ("run out of memory always", "device_broken"),
+    ],
 )
 def test_a_device_or_model_that_breaks_while_it_runs_stops_the_run_and_blames_no_slide(
     does: str, code: str, folder: Path, store: Path, demo_checkpoint: Checkpoint
@@ -400,6 +406,23 @@ def test_a_device_or_model_that_breaks_while_it_runs_stops_the_run_and_blames_no
         assert [outcome.status for outcome in seen] == ["ok"]
         assert chain.store.failure(slides[1].key) is None
     assert [outcome.status for outcome in run(store, demo_checkpoint, slides, stages=TABLES)] == ["ok", "ok"]
+
+
+def test_a_batch_that_lacks_memory_is_tried_again_whole_once_what_could_be_freed_was(
+    folder: Path, store: Path, demo_checkpoint: Checkpoint
+) -> None:
+    slide = ref(write_slide(folder / "a.svs", poisoned(section(2, 3), 1, 1)))
+    with make_chain(store, demo_checkpoint) as chain:
+        runtime = script(chain, "run out of memory once")
+        assert chain.run_slide(slide, TABLES).status == "ok"
+        assert (runtime.calls, runtime.refused) == (2, 1)
+    with make_chain(store.with_name("other"), demo_checkpoint) as chain:
+        runtime = script(chain, "run out of memory always")
+        with pytest.raises(
+            DeviceBroken, match="cpu has no memory for a batch of 8 tiles; free some, or choose a small"
+        ):
+            list(chain.run([slide], TABLES))
+        assert runtime.calls == 2, "its halves would be padded to the same size"
 
 
 def test_a_device_that_the_model_cannot_use_stops_the_run_and_blames_no_slide(
