@@ -79,7 +79,7 @@ def _root(
 @app.command()
 def run(
     slides: Annotated[list[str], typer.Argument(help="Slides, folders, globs or a cohort file (.csv, .parquet).")],
-    model: Annotated[str, typer.Option(help="Path of a .pt2 checkpoint, or a registered name such as demo.")],
+    model: Annotated[list[str], typer.Option(help="Path of a checkpoint (.pt2, .onnx), or a name such as demo.")],
     out: Annotated[Path, typer.Option(parser=named_path, metavar="PATH", help=OUT_HELP)],
     mpp: Annotated[float | None, typer.Option(help=MPP_HELP)] = None,
     allow_upsampling: Annotated[
@@ -99,10 +99,12 @@ def run(
     settings = Settings(
         mpp=mpp, allow_upsampling=allow_upsampling, min_tissue=min_tissue, batch_size=batch_size, device=device
     )
+    if len(model) > 1:
+        raise ConfigError("--model is given twice: run one model after the other, into the same --out")
     tally, stop = _Tally(), StopRequest()
     try:
         with stop:
-            _run(slides, root, model, text_path("--out", out), settings, tally, stop)
+            _run(slides, root, model[0], text_path("--out", out), settings, tally, stop)
     except Interrupted:
         complain(f"interrupted{tally.so_far}; run the same command again to continue")
     # Outside: with the last traceback the model goes, which must not outlive the interpreter.

@@ -76,8 +76,10 @@ class ModelPipeline:
         stuck_after_s: float | None = None,
         max_queued_items: int = 4096,
     ) -> None:
-        if max_batch_size < 1 or max_wait_ms < 0:
-            raise ConfigError(f"max_batch_size {max_batch_size} starts at 1, max_wait_ms {max_wait_ms} at 0")
+        if max_batch_size < 1:
+            raise ConfigError(f"max_batch_size is {max_batch_size}: give 1 or more")
+        if max_wait_ms < 0:
+            raise ConfigError(f"max_wait_ms is {max_wait_ms:g}: give milliseconds from 0 up")
         largest = model.fixed_batch or model.manifest.max_batch
         if max_batch_size > largest:
             raise ConfigError(f"max_batch_size {max_batch_size} is more than {model.model_name} takes: {largest}")

@@ -20,14 +20,16 @@ from torch import Tensor, nn
 from inference.contract import OutputSpec
 from inference.errors import BadRequest, ConfigError
 from inference.models.artifact import Pin, read_manifest
-from inference.models.export import cached, environment, place_of, weights_sha256, with_identity, write_graph
+from inference.models.checkpoint_cache import cached, environment, place_of, with_identity
+from inference.models.export import weights_sha256
 from inference.models.golden import TOLERANCES, compare, pin_vectors
 from inference.models.onnx_runtime import open_session
 from inference.models.regular_files import hash_regular_file
 from inference.models.runtime import call_program, load_program
 from inference.models.spec import MODEL_NAME
+from inference.models.tracing import write_graph
 from inference.models.verification import verified_copy
-from inference.models.weights import State, load_state
+from inference.models.weights import State, load_state, local_file
 
 INPUT, OUTPUTS = "embeddings", ("attention", "logits")
 
@@ -133,7 +135,8 @@ def export_aggregator(
 
     if form not in FORMATS:
         raise ConfigError(f"{form!r} is no format: give {', '.join(FORMATS)}")
-    net, spec = read_aggregator(load_state(weights), model_name=model_name, weights_source=weights.name)
+    name, weights = weights.name, local_file(weights)
+    net, spec = read_aggregator(load_state(weights), model_name=model_name, weights_source=name)
     if class_names and len(class_names) != spec.n_classes:
         raise ConfigError(f"{len(class_names)} class names for {spec.n_classes} classes")
     spec = AggregatorSpec.model_validate(

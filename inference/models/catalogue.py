@@ -5,8 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from inference.errors import InferenceError
-from inference.models.artifact import SUFFIXES
-from inference.models.registry import Checkpoint, checkpoints_of, export_commands, model_folders, registered_models
+from inference.models.artifact import SUFFIXES, ArtifactManifest
+from inference.models.registry import (
+    Checkpoint,
+    checkpoints_of,
+    export_commands,
+    model_folders,
+    model_of,
+    registered_models,
+)
 from inference.models.spec import ModelSpec, known_specs, load_model_spec
 
 
@@ -33,13 +40,16 @@ class CatalogueEntry:
     def state(self) -> str:
         """One word or a path: where it is exported, or what to do."""
         if self.checkpoints:
-            manifest = self.checkpoints[0].manifest
-            return f"exported: {self.checkpoints[0].path} ({manifest.format}, {manifest.device})"
+            return f"exported: {self.checkpoints[0].path} ({', '.join(_described(self.checkpoints[0].manifest))})"
         if self.refused:
             return f"refused: {self.refused[0]}"
         if self.name in registered_models():
             return "exports itself when first run"
         return "not published" if self.spec.access == "proprietary" else "not exported"
+
+
+def _described(manifest: ArtifactManifest) -> tuple[str, ...]:
+    return manifest.format, manifest.spec.precision, manifest.device
 
 
 def catalogue(cache: Path | None = None) -> tuple[CatalogueEntry, ...]:
@@ -75,7 +85,7 @@ def _found_names(cache: Path | None) -> Iterator[str]:
         if not folder.is_dir():
             continue
         for path in folder.iterdir():
-            if path.suffix in SUFFIXES and path.stem in {p.stem for p in checkpoints_of(path.stem, cache)}:
-                yield path.stem
+            if path.suffix in SUFFIXES:
+                yield from {model_of(path.stem)} if any(checkpoints_of(model_of(path.stem), cache)) else ()
             elif path.is_dir() and any((path / f"{path.name}{suffix}").exists() for suffix in SUFFIXES):
                 yield path.name

@@ -17,6 +17,7 @@ from inference.models.golden import Arrays, run_golden
 from inference.models.networks import TileNet, build_tile_net, read_weights, source_sha256
 from inference.models.regular_files import hash_regular_file
 from inference.models.spec import ModelSpec
+from inference.models.weights import local_file
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
@@ -61,6 +62,7 @@ def export_tile_model(
         ArtifactRefused: the export returns something else than the network.
     """
     _check_options(spec, weights, random_init, depth, device, form, precision)
+    weights = None if weights is None else local_file(weights)
     spec = _as_asked(spec, random_init, depth, precision)
     state = None if weights is None else read_weights(spec, weights)
     in_full = spec.model_copy(update={"precision": "fp32"})
@@ -88,8 +90,10 @@ def _check_options(
             if weights is None
             else "give --weights or --random-init, not both"
         )
-    if depth is not None and (not random_init or depth < 1):
-        raise ConfigError("--depth is the number of blocks, 1 or more, of a stand-in: use it with --random-init")
+    if depth is not None and not random_init:
+        raise ConfigError("--depth is the number of blocks of a stand-in: use it with --random-init")
+    if depth is not None and depth < 1:
+        raise ConfigError(f"--depth is {depth}: a stand-in has 1 block or more")
     if form not in FORMATS:
         raise ConfigError(f"{form!r} is no format: give {', '.join(FORMATS)}")
     if form == "onnx" and (precision or spec.precision) == "bf16":

@@ -15,8 +15,8 @@ from inference.errors import ArtifactRefused, ConfigError, InferenceError
 from inference.models._trial import rows_are_independent, trial_batch
 from inference.models.archive import check_archive, compiled
 from inference.models.artifact import ArtifactManifest, Format, load_manifest
+from inference.models.checkpoint_cache import cached, environment, place_of, with_identity
 from inference.models.conversion import Exported
-from inference.models.export import cached, environment, place_of, with_identity
 from inference.models.golden import run_golden, write_golden
 from inference.models.onnx_graph import external_files, pinned_data
 from inference.models.regular_files import hash_regular_file
@@ -129,9 +129,11 @@ def _largest(name: str, runtime: GraphRuntime, made: ArtifactManifest) -> int:
         found = runtime.run(batch, extras)
         for output, array in zip(spec.outputs, found, strict=True):
             if array.shape != (len(batch), *output.shape):
+                planes = array.ndim == 4 and output.name == "prediction" and spec.mask is None
+                hint = "; for a prediction per pixel the spec needs mask: {size, values, threshold}" if planes else ""
                 raise ArtifactRefused(
                     f"{name} returns {output.name} of {array.shape[1:]} for {len(batch)} tiles, its spec declares "
-                    f"{output.shape}"
+                    f"{output.shape}{hint}"
                 )
         return {output.name: array for output, array in zip(spec.outputs, found, strict=True)}
 

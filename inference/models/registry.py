@@ -35,9 +35,10 @@ class Checkpoint:
 def resolve_model(name_or_path: str, *, cache: Path | None = None) -> Checkpoint:
     """Find, or export on first use, the checkpoint a user means.
 
-    Looks at, in this order: a path that ends in `.pt2` or `.onnx`; `<name>.pt2`, then `<name>.onnx`, among the files
-    and in the folders of `SLIDE_MODELS`, then in /opt/ml/model, then among those exported to `cache`, else to
-    `SLIDE_MODEL_CACHE`, else to the user's cache folder; registered models that export themselves (`demo`), there.
+    Looks at, in this order: a path that ends in `.pt2` or `.onnx`; `<name>.pt2`, then `<name>.onnx`, then the newest
+    `<name>-<digest>`, among the files and in the folders of `SLIDE_MODELS`, then in /opt/ml/model, then among those
+    exported to `cache`, else to `SLIDE_MODEL_CACHE`, else to the user's cache folder; registered models that export
+    themselves (`demo`), there.
 
     Raises:
         UnknownModel: nothing has this name, or its weights have not been exported yet; then with the commands.
@@ -133,6 +134,19 @@ def _candidates(name: str, cache: Path | None) -> Iterator[Path]:
             for suffix in SUFFIXES:
                 yield place / f"{name}{suffix}"
                 yield place / name / f"{name}{suffix}"
+            if name not in _EXPORTERS:  # those know which of theirs is the right one
+                yield from _newest_first(place, name)
+
+
+def _newest_first(place: Path, name: str) -> list[Path]:
+    """Exports that have no name of their own: `<name>-<12 digits of their identity>`."""
+    found = [path for suffix in SUFFIXES for path in place.glob(f"{name}-*{suffix}") if model_of(path.stem) == name]
+    return sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+
+
+def model_of(stem: str) -> str:
+    """The model's name in that of a checkpoint file: `brightness-0a1b2c3d4e5f` -> `brightness`."""
+    return re.sub(r"-[0-9a-f]{12}$", "", stem)
 
 
 def _export_demo(cache: Path) -> Path:

@@ -157,16 +157,23 @@ def read_bulk_rna(
     raw = _read_bytes(path)
     table = _Table(path.name, _unpacked(raw, path.name), omics, gene_column, value_column)
     values, seen, n_rows, n_unknown, total = np.zeros(len(genes)), Counter[str](), 0, 0, 0.0
+    other_versions: set[str] = set()
     for gene, value in table.rows():
         place = index.get(_stripped(gene) if strip_versions else gene)
         n_rows, total = n_rows + 1, total + value
         if place is None:
             n_unknown += 1
+            other_versions.add(_stripped(gene))
             continue
         seen[omics.genes[place]] += 1
         values[place] += value
     lacking = tuple(gene for gene in omics.genes if gene not in seen)
     repeated = tuple(gene for gene in omics.genes if seen[gene] > 1)
+    if any(_stripped(gene) in other_versions for gene in lacking) and not strip_versions:
+        example = next(gene for gene in lacking if _stripped(gene) in other_versions)
+        raise ConfigError(
+            f"{path.name} has {example} in another version: give strip_versions=True to take it as that one"
+        )
     _check_genes(path.name, omics, lacking, repeated, missing, duplicates)
     try:
         check_bulk_rna(values, omics)

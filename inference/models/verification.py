@@ -104,7 +104,9 @@ def cpu_features() -> tuple[str, ...]:
 
 
 def _check_machine(name: str, manifest: Pin, device: str) -> None:
-    remedy = _remedy(manifest)
+    remedy, kind = _remedy(manifest), device.split(":")[0]
+    if kind not in {"cpu", "cuda", "mps"}:
+        raise ConfigError(f"{device!r} is no device: give cpu, cuda, cuda:1 or mps")
     if manifest.format == "onnx":
         return
     if (torch_version := version("torch")) != manifest.torch_version:
@@ -115,8 +117,11 @@ def _check_machine(name: str, manifest: Pin, device: str) -> None:
         return
     if manifest.arch != platform.machine():
         raise ArtifactRefused(f"{name} is compiled for {manifest.arch}, this machine is {platform.machine()}; {remedy}")
-    if manifest.device != device.split(":")[0]:
-        raise ArtifactRefused(f"{name} is compiled for {manifest.device}, not {device}; run it on {manifest.device}")
+    if manifest.device != kind:
+        raise ArtifactRefused(
+            f"{name} is compiled for {manifest.device}, not {device}: run it there, or export it for {kind} where "
+            f"there is one: {remedy.partition(': ')[2]} --device {kind}"
+        )
 
 
 def _check_processor(name: str, manifest: Pin) -> None:

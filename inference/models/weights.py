@@ -21,6 +21,18 @@ _PREFIXES = ("module.", "_orig_mod.", "backbone.", "model.")
 _QKV = ("query", "key", "value")
 
 
+def local_file(path: Path) -> Path:
+    """The file that a user's own argument leads to: download caches hand out links.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = path.resolve()
+    if not found.is_file():
+        raise ConfigError(f"no file {path}")
+    return found
+
+
 def load_state(path: Path) -> State:
     """The tensors of a safetensors file, or of a torch file without any other object in it, on the CPU.
 

@@ -1,5 +1,6 @@
 """Runs the application until it is told to stop: unready first, then no new connections, then the last answers."""
 
+import errno
 import logging
 import signal
 import socket
@@ -42,6 +43,10 @@ class Listener:
     insecure: bool = False
     unready_s: float = 3.0
     drain_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65_535:
+            raise ConfigError(f"port {self.port} is none: give 1 to 65535, or 0 for a free one")
 
 
 def run_service(app: FastAPI, listener: Listener, announce: Callable[[str], None] = lambda _address: None) -> None:
@@ -129,9 +134,23 @@ def _config(app: FastAPI, listener: Listener) -> uvicorn.Config:
         config.load()
     except OSError as error:  # no such file, and every error of TLS
         raise ConfigError(
-            f"TLS cannot start with {listener.tls_cert} and {listener.tls_key}: {error.strerror or error}"
+            f"TLS cannot start with the certificate {listener.tls_cert} and the key {listener.tls_key}: "
+            f"{_why_no_tls(listener, error)}"
         ) from None
     return config
+
+
+def _why_no_tls(listener: Listener, error: OSError) -> str:
+    for what, mark, path in (
+        ("certificate", b"CERTIFICATE-----", listener.tls_cert),
+        ("key", b"PRIVATE KEY-----", listener.tls_key),
+    ):
+        try:
+            if path is not None and mark not in path.read_bytes():
+                return f"{path.name} holds no {what} in PEM"
+        except OSError as unreadable:
+            return f"{path}: {unreadable.strerror}"
+    return str(error.strerror or error)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -139,4 +158,5 @@ def _listen(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address[:2], family=family, backlog=2048)
     except OSError as error:
-        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}; give another --port") from None
+        other = "--port" if error.errno == errno.EADDRINUSE or error.errno == errno.EACCES else "--host"
+        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}; give another {other}") from None

@@ -46,9 +46,19 @@ class ServiceSettings:
     tokens: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_batch_body_bytes", "max_tile_bytes", "max_requests", "max_pending_bytes"):
+        for name in (
+            "max_batch_size",
+            "max_queued_items",
+            "max_body_bytes",
+            "max_batch_body_bytes",
+            "max_tile_bytes",
+            "max_requests",
+            "max_pending_bytes",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}: give 1 or more")
+        if not 0 <= self.max_wait_ms < float("inf"):
+            raise ConfigError(f"max_wait_ms is {self.max_wait_ms:g}: give milliseconds from 0 up")
         if not 0 < self.deadline_s < float("inf"):
             raise ConfigError(f"deadline_s is {self.deadline_s}: give seconds above 0")
 
@@ -79,10 +89,15 @@ def read_tokens(path: Path) -> dict[str, str]:
         if not line.strip() or line.startswith("#"):
             continue
         parts = line.split()
-        if len(parts) != 2 or len(parts[1]) < MIN_TOKEN_LENGTH or parts[0] in found:
-            raise ConfigError(
-                f"line {number} of {path} is no `NAME TOKEN` with a new name and {MIN_TOKEN_LENGTH} or more characters"
-            )
+        wrong = None
+        if len(parts) != 2:
+            wrong = "is not a name and a token with a space between"
+        elif len(parts[1]) < MIN_TOKEN_LENGTH:
+            wrong = f"has a token of {len(parts[1])} characters: {MIN_TOKEN_LENGTH} or more are needed"
+        elif parts[0] in found:
+            wrong = "has a name that an earlier line has"
+        if wrong:
+            raise ConfigError(f"line {number} of {path} {wrong}")
         found[parts[0]] = parts[1]
     if not found:
         raise ConfigError(f"the token file {path} holds no token: write one `NAME TOKEN` per line")

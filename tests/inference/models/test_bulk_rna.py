@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 from inference.clients import InProcessClient
 from inference.errors import BadRequest, ConfigError, ModelContractError, NonFiniteOutput
 from inference.models.bulk_rna import BulkRnaServerModel
-from inference.models.export import export_model, has_cpp_compiler
+from inference.models.export import export_model
 from inference.models.registry import Checkpoint
 from inference.models.rna import bulk_rna_sha256
 from inference.models.sample import PreparedSample, TileOutput
 from inference.models.server_model import BaseServerModel, build_server_model, load_server_model
+from inference.models.tracing import has_cpp_compiler
 from tests.conftest import REPO
 from tests.inference.models.kinds import (
     GENES,

@@ -18,10 +18,11 @@ from torch._inductor import config as inductor
 
 from inference.errors import ConfigError
 from inference.models.artifact import load_manifest, manifest_path
-from inference.models.export import export_model, has_cpp_compiler, weights_sha256
+from inference.models.export import export_model, weights_sha256
 from inference.models.registry import Checkpoint
 from inference.models.runtime import TorchRuntime
 from inference.models.spec import ModelSpec
+from inference.models.tracing import has_cpp_compiler
 from inference.models.verification import verify_artifact
 from tests.inference.engine.tiny_slides import section, write_slide
 from tests.inference.models.conftest import TinyNet, tiny_spec

@@ -16,13 +16,13 @@ from torch import nn
 from inference.errors import ArtifactRefused, BadRequest, ConfigError
 from inference.models.artifact import load_manifest
 from inference.models.conversion import Exported
-from inference.models.export import trace
 from inference.models.foreign import import_graph
 from inference.models.registry import Checkpoint
 from inference.models.runtime import open_runtime
 from inference.models.segmentation import SegmentationServerModel
 from inference.models.server_model import load_server_model
 from inference.models.spec import ModelSpec
+from inference.models.tracing import trace
 
 CLASSES = (
     "adipose", "background", "debris", "lymphocytes", "mucus", "smooth_muscle", "normal_mucosa", "stroma",
