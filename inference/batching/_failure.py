@@ -1,11 +1,11 @@
 """What an exception of the forward pass says about the batch, and what each waiter gets of it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 
-from inference.errors import DeviceBroken, ForwardError, InferenceError, TileError
+from inference.errors import DeviceBroken, ForwardError, InferenceError, ModelContractError, TileError
 
 OUT_OF_MEMORY_TEXTS = (
     "out of memory",  # CUDA and MPS, torch's allocators and drivers alike
@@ -107,10 +107,9 @@ class Failure:
 def describe(error: BaseException, kind: FailureKind | None) -> Failure:
     """Keeps the class and fields of our own errors; wraps others, with their type and text as fields.
 
-    A `ForwardError` blames a batch; where one item is to blame, it becomes that item's `TileError`.
+    A `ForwardError` blames a batch; where one item is to blame, it becomes that item's `TileError`. A class of our own
+    errors that cannot be made anew from a message and fields is wrapped too.
     """
-    if kind is FailureKind.ITEM and type(error) is ForwardError:
-        return Failure(kind, partial(TileError, error.message, **error.fields))
     kept: type[InferenceError] = InferenceError
     wrapper: type[InferenceError] = TileError
     text = "the forward pass fails on this tile alone"
@@ -118,7 +117,24 @@ def describe(error: BaseException, kind: FailureKind | None) -> Failure:
         kept, wrapper, text = DeviceBroken, DeviceBroken, "the model can no longer run, start a new process"
     elif kind is FailureKind.OUT_OF_MEMORY:
         wrapper, text = ForwardError, "no memory for this tile even alone"
-    if isinstance(error, kept):
-        return Failure(kind, partial(type(error), error.message, **error.fields))
+    elif kind is None:
+        wrapper, text = ModelContractError, "the model broke its contract"
     name, cause = type(error).__name__, _text(error)[:2000]
-    return Failure(kind, partial(wrapper, f"{text}: {name}: {cause}", error_type=name, error_text=cause))
+    wrap = partial(wrapper, f"{text}: {name}: {cause}", error_type=name, error_text=cause)
+    if not isinstance(error, kept):
+        return Failure(kind, wrap)
+    like = TileError if kind is FailureKind.ITEM and type(error) is ForwardError else type(error)
+    message, fields = getattr(error, "message", cause), getattr(error, "fields", {})
+    return Failure(kind, partial(_made_anew, like, message, fields, wrap))
+
+
+def _made_anew(
+    like: type[InferenceError], message: str, fields: Mapping[str, object], wrap: Callable[[], InferenceError]
+) -> InferenceError:
+    """An error of this class, or a wrapped one: a subclass may have a constructor that takes something else."""
+    try:
+        error = like(message, **fields)
+        usable = isinstance(error.message, str) and isinstance(error.fields, dict)
+    except Exception:  # noqa: BLE001 - whatever a foreign constructor raises
+        return wrap()
+    return error if usable else wrap()

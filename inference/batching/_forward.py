@@ -1,5 +1,6 @@
 """One call of the model: timed, checked, and its failure reduced to what the waiters need."""
 
+import cmath
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -12,6 +13,8 @@ from inference.batching._queue import R, T
 from inference.errors import InferenceError, ModelContractError, NonFiniteOutput
 
 logger = logging.getLogger(__name__)
+
+_DEEPEST_LIST = 3  # of lists within a row; what is nested deeper is not looked at
 
 
 class ForwardPass(Generic[T, R]):
@@ -40,13 +43,15 @@ class ForwardPass(Generic[T, R]):
     def __call__(self, samples: Sequence[T], modes: Sequence[str]) -> list[R | InferenceError] | Failure:
         """Returns one answer per sample, or why there are none; passes on SystemExit and its like."""
         started_at = self._clock()
+        count = len(samples)
         try:
-            return _checked(self._forward(samples, modes), len(samples))
+            # The model may empty the lists it is given.
+            return _checked(self._forward(list(samples), list(modes)), count)
         except Exception as error:
             # With its traceback once per type: a slide full of bad tiles must not fill the log.
             level = logging.DEBUG if type(error) in self._logged else logging.WARNING
             self._logged.add(type(error))
-            logger.log(level, "%s: the forward pass of %d items failed", self._name, len(samples), exc_info=True)
+            logger.log(level, "%s: the forward pass of %d items failed", self._name, count, exc_info=True)
             return describe(error, None if isinstance(error, ModelContractError) else self._classify(error))
         finally:
             self.running_since = math.inf
@@ -55,27 +60,41 @@ class ForwardPass(Generic[T, R]):
 
 
 def _checked(rows: object, count: int) -> list[R | InferenceError]:
-    """One answer per sample; rows that are arrays are also finite, of one shape, and own their memory.
-
-    A view would keep the whole batch alive for one caller, or change when the model reuses its buffer.
-    """
+    """One answer per sample; rows of numbers are finite, and if one row is an array, all are, of one shape."""
     if not isinstance(rows, list | tuple | np.ndarray) or not np.iterable(rows):
         kind = type(rows).__name__
         raise ModelContractError(f"forward returned a {kind}: return a list or an array with a result per sample")
-    if len(rows) != count:
-        raise ModelContractError(f"forward returned {len(rows)} results for {count} samples: return one per sample")
-    if any(row is None for row in rows):
+    found = list(rows)
+    if len(found) != count:
+        raise ModelContractError(f"forward returned {len(found)} results for {count} samples: return one per sample")
+    if any(row is None for row in found):
         raise ModelContractError("forward returned None for a sample: return a result or an exception")
-    if len(shapes := {row.shape for row in rows if isinstance(row, np.ndarray)}) > 1:
+    results = [row for row in found if not isinstance(row, Exception)]
+    shapes = {row.shape for row in results if isinstance(row, np.ndarray)}
+    if len(shapes) > 1:
         raise ModelContractError(f"forward returned rows of shapes {sorted(shapes)}: return one shape")
-    return [_answer(cast("R | Exception", row)) for row in rows]
+    others = {type(row).__name__ for row in results if not isinstance(row, np.ndarray)}
+    if shapes and others:
+        raise ModelContractError(f"forward returned arrays beside {', '.join(sorted(others))}: return one kind of row")
+    return [_answer(cast("R | Exception", row)) for row in found]
 
 
 def _answer(row: R | Exception) -> R | InferenceError:
     if isinstance(row, Exception):
         return describe(row, FailureKind.ITEM).make_error()
-    if not isinstance(row, np.ndarray):
-        return row
-    if row.dtype.kind in "fc" and not np.isfinite(row).all():
+    if not _is_finite(row, _DEEPEST_LIST):
         return NonFiniteOutput("the model returned NaN or infinity for this tile")
-    return cast("R", row.copy()) if row.base is not None else row
+    # A row may be a view that keeps the whole batch alive, a buffer the model writes to again, the same array for two
+    # callers, or the caller's own sample; and a copy costs nothing beside the forward pass.
+    return cast("R", row.copy()) if isinstance(row, np.ndarray) else row
+
+
+def _is_finite(row: object, depth: int) -> bool:
+    """False for a float, an array, or a list or tuple of such, with NaN or infinity in it."""
+    if isinstance(row, np.ndarray | np.inexact):
+        return row.dtype.kind not in "fc" or bool(np.isfinite(row).all())
+    if isinstance(row, float | complex):
+        return cmath.isfinite(row)
+    if isinstance(row, list | tuple) and depth > 0:
+        return all(_is_finite(part, depth - 1) for part in row)
+    return True

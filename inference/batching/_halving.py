@@ -10,7 +10,7 @@ from typing import Generic
 from inference.batching._core import Answer
 from inference.batching._failure import Failure, FailureKind
 from inference.batching._forward import ForwardPass
-from inference.batching._queue import BatchQueue, Item, R, T, too_late
+from inference.batching._queue import BatchQueue, Item, LearntLimit, R, T, too_late
 from inference.errors import ForwardError
 
 logger = logging.getLogger(__name__)
@@ -48,6 +48,8 @@ class Halving(Generic[T, R]):
     def compute(self, batch: list[Item[T, R]]) -> list[Answer[T, R]]:
         """Returns an answer for every item that still wants one; raises what is fatal."""
         answers: list[Answer[T, R]] = []
+        without_room: list[list[Item[T, R]]] = []
+        limit_before = self._queue.learnt_limit(batch[0].lane) if batch else None
         todo, spent, blamed = deque([batch]), 0, False
         while todo:
             # The larger halves first: should the budget end, they have decided more items than the smaller ones.
@@ -67,19 +69,22 @@ class Halving(Generic[T, R]):
             outcome = self._forward([item.sample for item in items], [item.mode for item in items])
             if not isinstance(outcome, Failure):
                 answers += zip(items, outcome, strict=True)
+                self._note_fit(items)
             elif outcome.kind is FailureKind.FATAL:
                 raise outcome.make_error()
             elif outcome.kind is None:
                 answers += [(item, outcome.make_error()) for item in items]
             else:
                 if outcome.kind is FailureKind.OUT_OF_MEMORY:
-                    self._make_room(items[0], half)
+                    without_room.append(items)
+                    self._make_room(items)
                 else:
                     blamed = True
                 if len(items) == 1:
                     answers.append((items[0], outcome.make_error()))
                 else:
                     todo += halves
+        self._absolve_neighbours(without_room, limit_before)
         return answers
 
     def _drop_undecided(
@@ -102,10 +107,27 @@ class Halving(Generic[T, R]):
         answers += [(item, too_late("running")) for item in items if item.start_by <= now]
         return [item for item in items if item.start_by > now]
 
-    def _make_room(self, item: Item[T, R], limit: int) -> None:
-        # The failed call's exception is gone by now, and with it the tensors its traceback held.
+    def _note_fit(self, items: list[Item[T, R]]) -> None:
         with self._lock:
-            self._queue.lower_limit(item.lane, limit)
+            self._queue.note_fit(items[0].lane, len(items))
+
+    def _absolve_neighbours(self, without_room: list[list[Item[T, R]]], limit_before: LearntLimit | None) -> None:
+        """Takes back limits learnt from calls with an item that does not fit even alone: they say nothing of others."""
+        misfits = {items[0].order for items in without_room if len(items) == 1}
+        if not misfits:
+            return
+        lane = without_room[0][0].lane
+        with self._lock:
+            self._queue.restore_limit(lane, limit_before)
+            for items in without_room:
+                if misfits.isdisjoint(item.order for item in items):
+                    self._queue.lower_limit(lane, (len(items) + 1) // 2)
+
+    def _make_room(self, items: list[Item[T, R]]) -> None:
+        # The failed call's exception is gone by now, and with it the tensors its traceback held.
+        if len(items) > 1:
+            with self._lock:
+                self._queue.lower_limit(items[0].lane, (len(items) + 1) // 2)
         if self._on_out_of_memory is not None:
             try:
                 self._on_out_of_memory()

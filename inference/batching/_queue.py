@@ -10,13 +10,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import islice
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from inference.batching._statistics import SchedulerState, SchedulerStatistics
 from inference.errors import DeadlineExceeded, InferenceError
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+RAISE_AFTER = 64  # successful batches as large as a learnt limit allows, until twice as much is tried
 
 
 @dataclass(eq=False, slots=True)
@@ -66,6 +68,18 @@ class _Lane(Generic[T, R]):
         return next(iter(self.items.values()))
 
 
+class LearntLimit(NamedTuple):
+    """The largest batch of a lane that may fit in memory.
+
+    Attributes:
+        items: how many it may hold.
+        fitted: how many batches of that size have succeeded since.
+    """
+
+    items: int
+    fitted: int = 0
+
+
 class BatchQueue(Generic[T, R]):
     """Items in lanes; a batch is cut from one lane, first in first out.
 
@@ -99,7 +113,7 @@ class BatchQueue(Generic[T, R]):
         self._batch_sizes: Counter[int] = Counter()
         self._open: dict[int, Item[T, R]] = {}
         self._lanes: OrderedDict[Hashable, _Lane[T, R]] = OrderedDict()  # of equal claims, the first goes first
-        self._limits: dict[Hashable, int] = {}
+        self._limits: dict[Hashable, LearntLimit] = {}
         self._deadlines: list[tuple[float, int]] = []  # a heap of times and orders; may name items that have left
 
     def has_room(self, lane: Hashable, nbytes: int) -> bool:
@@ -240,11 +254,36 @@ class BatchQueue(Generic[T, R]):
 
     def limit(self, lane: Hashable) -> int:
         """How many items a batch of this lane may hold."""
-        return min(self._limits.get(lane, self.max_batch_size), self.max_batch_size)
+        found = self._limits.get(lane)
+        return self.max_batch_size if found is None else min(found.items, self.max_batch_size)
 
     def lower_limit(self, lane: Hashable, limit: int) -> None:
         """Remembers that larger batches of this lane do not fit in memory."""
-        self._limits[lane] = min(limit, self._limits.get(lane, limit))
+        found = self._limits.get(lane)
+        if found is None or limit < found.items:
+            self._limits[lane] = LearntLimit(limit)
+
+    def learnt_limit(self, lane: Hashable) -> LearntLimit | None:
+        return self._limits.get(lane)
+
+    def restore_limit(self, lane: Hashable, limit: LearntLimit | None) -> None:
+        """Takes back what was learnt since."""
+        if limit is None:
+            self._limits.pop(lane, None)
+        else:
+            self._limits[lane] = limit
+
+    def note_fit(self, lane: Hashable, size: int) -> None:
+        """Notes a batch that succeeded: after `RAISE_AFTER` at the limit, memory may be there again for twice that."""
+        found = self._limits.get(lane)
+        if found is None or size < found.items:
+            return
+        if found.fitted + 1 < RAISE_AFTER:
+            self._limits[lane] = found._replace(fitted=found.fitted + 1)
+        elif 2 * found.items < self.max_batch_size:
+            self._limits[lane] = LearntLimit(2 * found.items)
+        else:
+            del self._limits[lane]
 
     def statistics(
         self, now: float, *, state: SchedulerState, waiting: int, forward_calls: int, forward_s: float
@@ -270,7 +309,7 @@ class BatchQueue(Generic[T, R]):
             batch_sizes=dict(self._batch_sizes),
             forward_calls=forward_calls,
             forward_s=forward_s,
-            batch_limits=dict(self._limits),
+            batch_limits={lane: limit.items for lane, limit in self._limits.items()},
         )
 
     def _leaves_by(self, key: Hashable) -> float:

@@ -51,9 +51,11 @@ class BatchScheduler(Generic[T, R]):
       `ServerClosed` after `close`.
 
     A writable array is copied by `submit`; any other sample passes through and must not be changed afterwards. Rows
-    that are arrays never share memory with their neighbours. Not usable in a forked child. Callbacks of futures must
-    be short: deadlines wait for them. Waiting for a result inside `forward` or a callback raises, since nobody would
-    compute it.
+    that are arrays are copied for their callers. Not usable in a forked child. Callbacks of futures must be short:
+    deadlines wait for them. Waiting for a result inside `forward` or a callback raises, since nobody would compute it.
+
+    Where a batch does not fit in memory, later ones of its lane are at most half as large; after 64 successful batches
+    of that size, twice as many are tried again. An item that does not fit even alone lowers no limit.
     """
 
     def __init__(

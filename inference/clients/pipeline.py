@@ -1,10 +1,12 @@
 """From a request to its answer through one model: what every way of asking it has in common."""
 
 import asyncio
+import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar, cast
 
@@ -32,6 +34,9 @@ from inference.models.sample import Mode, PreparedSample, TileOutput
 from inference.models.server_model import BaseServerModel
 
 PREPARE_THREADS = 4
+
+TURN_S = 0.5
+"""How often a call that waits for the device looks whether it still can be had."""
 
 LONG_OUTPUT = 4096
 """Values from which writing an answer as JSON takes too long for an event loop: a mask has 262,144."""
@@ -87,6 +92,7 @@ class ModelPipeline:
         self._run_size = max_batch_size
         self._device = threading.Lock()
         self._closed = False
+        self._pid = os.getpid()
         self._broken: str | None = None
         # A model with its own `forward_batch` gets batches of one mode, for that is what it takes.
         own = type(model).forward_batch, type(model).forward
@@ -197,7 +203,10 @@ class ModelPipeline:
 
         Raises:
             ServerClosed: after `close`.
+            CallerError: in a process that was forked from the one which made this.
         """
+        if os.getpid() != self._pid:
+            raise CallerError(f"this client of {self.model.model_name} belongs to another process: make a new one here")
         try:
             return self._pool.submit(function, *args, **kwargs)
         except RuntimeError:  # the pool's word for closed
@@ -221,10 +230,13 @@ class ModelPipeline:
 
     def close(self) -> None:
         """Answer what is queued, then stop; idempotent. Later calls raise `ServerClosed`."""
+        if os.getpid() != self._pid:
+            return
         self._closed = True
-        self._pool.shutdown()
+        # The queue first: its answers are written in the pool.
         if self.scheduler is not None:
             self.scheduler.close()
+        self._pool.shutdown()
 
     def _check(self, mode: Mode) -> None:
         self.model.check_mode(mode)
@@ -261,7 +273,7 @@ class ModelPipeline:
     def _halved(self, batch: Sequence[Prepared], mode: Mode) -> list[TileOutput | ModelResponse | InferenceError]:
         """One result or error per sample: a batch that fails is halved until the guilty stand alone."""
         try:
-            with self._device:
+            with self._turn():
                 return list(self._forward(batch, [mode] * len(batch)))
         except (Broken, CallerError):
             raise
@@ -277,6 +289,18 @@ class ModelPipeline:
                 self._run_size = min(self._run_size, half)
                 self.model.free_memory()
             return [*self._halved(batch[:half], mode), *self._halved(batch[half:], mode)]
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """The device; whoever waits for it behind a forward that is stuck learns when that is given up."""
+        while not self._device.acquire(timeout=TURN_S):
+            fault = self.fault
+            if isinstance(fault, DeviceBroken):
+                raise fault
+        try:
+            yield
+        finally:
+            self._device.release()
 
     def _forward(self, batch: Sequence[Prepared], modes: Sequence[str]) -> Sequence[TileOutput | ModelResponse]:
         samples, asked = [p.sample for p in batch], cast("Sequence[Mode]", modes)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from inference.contract.faults import ErrorBody
-from inference.contract.messages import Digest, Lineage, Message, validated
+from inference.contract.messages import MAX_SLIDE_NAME, Digest, Lineage, Message, validated
 from inference.contract.validation import parse_json
 from inference.errors import BadRequest, ConfigError, TooLarge
 
@@ -50,7 +50,7 @@ class TileBatch(Message):
     """
 
     mode: str
-    slide_name: str
+    slide_name: Annotated[str, Field(max_length=MAX_SLIDE_NAME)]
     shape: Annotated[list[Dimension], Field(min_length=4, max_length=4)]
     encoding: Literal["raw", "lz4"] = "raw"
     bulk_rna_sha256: Digest | None = None

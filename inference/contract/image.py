@@ -13,6 +13,9 @@ from inference.errors import BadRequest
 MAX_IMAGE_BYTES = 16 << 20
 """Encoded bytes of one tile; a 2048 px RGB PNG of noise is 12.6 MB."""
 
+MAX_JPEG_SCANS = 100
+"""A progressive JPEG has about ten; each makes the decoder go over the whole picture, however short it is."""
+
 MAX_IMAGE_PIXELS = 4096 * 4096
 """Pixels of one tile, read from the image's header before it is decoded."""
 
@@ -20,6 +23,8 @@ EIGHT_BIT_MODES = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA"})
 """Pillow's modes that become RGB without loss. CMYK has no one conversion, 16 bits do not fit."""
 
 _PNG, _JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
+_JPEG_SCAN = b"\xff\xda"
+"""Start of a scan; within the data of one, 0xff is followed by other bytes."""
 _PNG_BIT_DEPTH = 24
 """Offset in the file: signature, chunk length and name, width, height."""
 
@@ -63,6 +68,8 @@ def _open(raw: bytes) -> ImageFile.ImageFile:
     if raw.startswith(_PNG):
         return PngImageFile(io.BytesIO(raw))
     if raw.startswith(_JPEG):
+        if raw.count(_JPEG_SCAN) > MAX_JPEG_SCANS:
+            raise BadRequest(f"the image has more than {MAX_JPEG_SCANS} scans: send an ordinary JPEG")
         return JpegImageFile(io.BytesIO(raw))
     raise BadRequest("image_data is neither a PNG nor a JPEG file")
 

@@ -18,6 +18,9 @@ ALIASES = {"m-optimus-stx": "m-optimus"}
 """Older names of models, which requests may still use."""
 
 
+MAX_SLIDE_NAME = 1024
+"""Characters of a slide's name, which each line of a service's log has; file systems take 255 bytes."""
+
 M = TypeVar("M", bound="Message")
 
 
@@ -38,7 +41,7 @@ class ModelRequest(Message):
     """
 
     image_data: str
-    slide_name: str
+    slide_name: Annotated[str, Field(max_length=MAX_SLIDE_NAME)]
     x: Coordinate
     y: Coordinate
     width: Pixels

@@ -64,8 +64,9 @@ def explain(error: ValidationError) -> str:
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise BadRequest(f"the body has the key {next(n for n in names if names.count(n) > 1)[:80]!r} twice")
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise BadRequest(f"the body has the key {twice[:80]!r} twice")
     for pair in pairs:
         for text in pair:
             # JSON can spell half a surrogate pair, which no answer could then be written with.

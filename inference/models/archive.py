@@ -6,6 +6,7 @@ import pickletools
 import re
 import stat
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from inference.errors import ArtifactRefused
@@ -16,6 +17,9 @@ MAX_EXPANSION = 4
 
 MAX_JSON_BYTES = 1 << 28
 
+MAX_EXPRESSION = 10_000
+"""Characters of a symbolic size."""
+
 _COMPILED = r"data/aotinductor/[\w.-]+/(?:[\w.-]+/)*[\w.-]+"
 _PORTABLE = r"models/[\w.-]+\.json|data/(?:weights|constants)/(?:weight_\d+|tensor_\d+|[\w.-]+_config\.json)"
 _FRAME = (
@@ -23,6 +27,10 @@ _FRAME = (
     r"|data/sample_inputs/[\w.-]+\.pt"
 )
 _KNOWN = re.compile(rf"[\w.-]+/(?:{_COMPILED}|{_PORTABLE}|{_FRAME})")
+
+_SYMBOLS = re.compile(r"[\w\s+\-*/%(),.<>=!&|~]*", re.ASCII)
+_CALL = re.compile(r"(\w+)\s*\(")
+_ATTRIBUTE = re.compile(r"\.\s*[A-Za-z_]")
 
 _HARMLESS = frozenset(
     {
@@ -86,26 +94,68 @@ def _check_names(members: list[zipfile.ZipInfo], name: str) -> None:
 def _check_content(archive: zipfile.ZipFile, member: zipfile.ZipInfo, name: str) -> None:
     inside = member.filename.split("/", 1)[1]
     if inside.endswith("_config.json") and inside.startswith("data/"):
-        if member.file_size > MAX_JSON_BYTES:
-            raise ArtifactRefused(f"{name}: {member.filename} has {member.file_size} bytes")
-        if '"use_pickle":true' in re.sub(r"\s", "", _json(archive, member, name)):
+        if any(value is not False for value in _values_of("use_pickle", _json(archive, member, name))):
             raise ArtifactRefused(f"{name} holds weights as a pickle, which can run code: export it again")
+    elif inside.startswith("models/"):
+        for text in _values_of("expr_str", _json(archive, member, name)):
+            if not isinstance(text, str) or not _harmless_expression(text):
+                raise ArtifactRefused(
+                    f"{name} holds the expression {str(text)[:80]!r}, which could run code, so it is not loaded"
+                )
     elif inside.startswith("data/sample_inputs/"):
         _check_sample(archive.read(member), name)
 
 
-def _json(archive: zipfile.ZipFile, member: zipfile.ZipInfo, name: str) -> str:
+def _harmless_expression(text: str) -> bool:
+    """Whether a symbolic size is one: torch has sympy read it, which evaluates it as Python.
+
+    Such as `Symbol('s0', positive=True, integer=True)` or `2*s0`: classes of sympy are called, nothing else.
+    """
+    bare = re.sub(r"'\w+'", "name", text)
+    return (
+        len(text) <= MAX_EXPRESSION
+        and _SYMBOLS.fullmatch(bare) is not None
+        and "__" not in text
+        and not _ATTRIBUTE.search(bare)
+        and all(called[0].isupper() for called in _CALL.findall(bare))
+    )
+
+
+def _json(archive: zipfile.ZipFile, member: zipfile.ZipInfo, name: str) -> object:
+    if member.file_size > MAX_JSON_BYTES:
+        raise ArtifactRefused(f"{name}: {member.filename} has {member.file_size} bytes")
     try:
-        return json.dumps(json.loads(archive.read(member)))
+        found: object = json.loads(archive.read(member), object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise ArtifactRefused(f"{name}: {member.filename} is no JSON: {error}") from None
+    return found
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):  # which of two values another reader takes is not known
+        raise ValueError("a key is given twice")
+    return found
+
+
+def _values_of(key: str, value: object) -> Iterator[object]:
+    """Every value under this key, however deep."""
+    waiting = [value]
+    while waiting:
+        found = waiting.pop()
+        if isinstance(found, dict):
+            yield from (inner for name, inner in found.items() if name == key)
+            waiting += found.values()
+        elif isinstance(found, list):
+            waiting += found
 
 
 def _check_sample(raw: bytes, name: str) -> None:
     """The format has one torch file, the inputs it was exported with: nothing, as ours, or tensors and no more."""
     if not raw:
         return
-    if not zipfile.is_zipfile(io.BytesIO(raw)):
+    # By its first bytes: a pickle with an archive behind it is both, and torch may take it for either.
+    if not raw.startswith(b"PK\x03\x04") or not zipfile.is_zipfile(io.BytesIO(raw)):
         raise ArtifactRefused(f"{name} holds a bare pickle, which can run code, so it is not loaded")
     with zipfile.ZipFile(io.BytesIO(raw)) as inner:
         pickles = [inner.read(member) for member in inner.infolist() if member.filename.endswith(".pkl")]

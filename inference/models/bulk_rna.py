@@ -87,8 +87,7 @@ class BulkRnaServerModel(BaseServerModel):
         """
         if request.bulk_rna is not None and request.bulk_rna_sha256 is not None:
             raise BadRequest("the request has both bulk_rna and bulk_rna_sha256: give one of them")
-        rgb = np.asarray(request.image, dtype=np.uint8)
-        sample = self.prepare_tile(rgb, request.bulk_rna_sha256)
+        sample = self.prepare_tile(self.read_image(request), request.bulk_rna_sha256)
         if request.bulk_rna is None:
             return sample
         values = self._transformed(check_bulk_rna(request.bulk_rna, self._omics))

@@ -115,7 +115,18 @@ class BaseServerModel:
         """
         if request.bulk_rna is not None or request.bulk_rna_sha256 is not None:
             raise BadRequest(f"{self.model_name} takes no bulk RNA: leave bulk_rna and bulk_rna_sha256 out")
-        return self.prepare_tile(np.asarray(request.image, dtype=np.uint8))
+        return self.prepare_tile(self.read_image(request))
+
+    def read_image(self, request: ModelRequest) -> NDArray[np.uint8]:
+        """The request's tile, (H, W, 3) uint8 RGB; of another size than the model's, it is not even decoded.
+
+        Raises:
+            ValueError: the image does not decode or has not the model's tile size.
+        """
+        size = self._spec.tile_spec.size
+        if (request.width, request.height) != (size, size):
+            raise BadRequest(f"{self.model_name} takes {size} x {size} tiles, not {request.width} x {request.height}")
+        return np.asarray(request.image, dtype=np.uint8)
 
     def prepare_tile(self, rgb: NDArray[np.uint8]) -> PreparedSample:
         """Check one tile given as pixels: (H, W, 3) uint8 RGB.

@@ -119,8 +119,8 @@ def _check_machine(name: str, manifest: Pin, device: str) -> None:
         raise ArtifactRefused(f"{name} is compiled for {manifest.arch}, this machine is {platform.machine()}; {remedy}")
     if manifest.device != kind:
         raise ArtifactRefused(
-            f"{name} is compiled for {manifest.device}, not {device}: run it there, or export it for {kind} where "
-            f"there is one: {remedy.partition(': ')[2]} --device {kind}"
+            f"{name} is compiled for {manifest.device}, not {device}; run it on {manifest.device}, or export it with "
+            f"--device {kind}"
         )
 
 

@@ -80,7 +80,14 @@ def create_app(models: Models, settings: ServiceSettings | None = None) -> FastA
         yield
         await asyncio.to_thread(service.models.close)
 
-    app = FastAPI(title="slide-inference", version=openapi.VERSION, docs_url=None, redoc_url=None, lifespan=life)
+    app = FastAPI(
+        title="slide-inference",
+        version=openapi.VERSION,
+        docs_url=None,
+        redoc_url=None,
+        lifespan=life,
+        redirect_slashes=False,
+    )
     app.state.service = service
     app.router.route_class = _Route
     _add_routes(app.router, service)

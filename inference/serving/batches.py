@@ -31,6 +31,8 @@ async def answer_batch(pipeline: ModelPipeline, name: str, body: bytes, call: Ca
     header, payload = read_tile_header(body, max_tile_bytes)
     call.slide, call.tiles = header.slide_name, header.shape[0]
     mode = pipeline.model.check_mode(header.mode)
+    _check_shape(pipeline.model, header)
+    call.reserve(header.nbytes)  # as they are unpacked; a body of 1 MB may mean 256
     samples = await asyncio.wrap_future(pipeline.start(_prepare, pipeline.model, name, header, payload))
     found = await _run(pipeline, samples, mode, call)
     errors = [result for result in found if isinstance(result, Overloaded | Broken)]
@@ -43,6 +45,15 @@ async def answer_batch(pipeline: ModelPipeline, name: str, body: bytes, call: Ca
     )  # fmt: skip
     lineage = pipeline.model.lineage(request, mode).model_copy(update={"request_id": call.request_id})
     return await asyncio.wrap_future(pipeline.start(_encode, found, mode, lineage))
+
+
+def _check_shape(model: BaseServerModel, header: TileBatch) -> None:
+    """Refuse tiles of another size before any is unpacked."""
+    channels, height, width = model.model_spec.input_shape
+    if tuple(header.shape[1:]) != (height, width, channels):
+        raise BadRequest(
+            f"{model.model_name} takes {height} x {width} x {channels} tiles, not {tuple(header.shape[1:])}"
+        )
 
 
 def _prepare(model: BaseServerModel, name: str, header: TileBatch, payload: memoryview) -> list[PreparedSample]:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from uuid import uuid4
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -47,6 +48,7 @@ class Call:
     detail: str | None = None
     status: int = 0
     nbytes: int = 0
+    reserve: Callable[[int], None] = lambda _nbytes: None
 
     @property
     def remaining_s(self) -> float:
@@ -110,6 +112,7 @@ class Gate:
             return
         headers = Headers(scope=scope)
         call = self._new_call(scope, headers)
+        call.reserve = partial(self._reserve, call)
         scope["call"] = call
 
         async def send_named(message: Message) -> None:
@@ -168,15 +171,20 @@ class Gate:
         async def receive_bounded() -> Message:
             message = await receive()
             size = len(message.get("body", b""))
-            call.nbytes += size
-            self._nbytes += size
-            if call.nbytes > limit:
+            if call.nbytes + size > limit:
                 raise _too_large(limit)
-            if self._nbytes > self._settings.max_pending_bytes:
-                raise QueueFull(f"the bodies of {self._requests} requests fill the memory set aside: try again later")
+            if size:
+                call.reserve(size)
             return message
 
         return receive_bounded
+
+    def _reserve(self, call: Call, nbytes: int) -> None:
+        """Set memory aside for a request until it is over."""
+        call.nbytes += nbytes
+        self._nbytes += nbytes
+        if self._nbytes > self._settings.max_pending_bytes:
+            raise QueueFull(f"{self._requests} requests fill the memory set aside for them: try again later")
 
     def _limit(self, scope: Scope) -> int:
         batch = scope["path"].startswith("/api/batch/")

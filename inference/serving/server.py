@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import math
 import signal
 import socket
 import time
@@ -15,6 +16,7 @@ from fastapi import FastAPI
 
 from inference.errors import ConfigError, DeviceBroken
 from inference.serving.app import Service
+from inference.serving.protocol import BoundedHead
 from inference.serving.settings import is_loopback
 
 log = logging.getLogger(__name__)
@@ -47,6 +49,9 @@ class Listener:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65_535:
             raise ConfigError(f"port {self.port} is none: give 1 to 65535, or 0 for a free one")
+        for name, value in (("unready_s", self.unready_s), ("drain_s", self.drain_s)):
+            if not 0 <= value < math.inf:
+                raise ConfigError(f"{name} is {value:g}: give seconds from 0 up")
 
 
 def run_service(app: FastAPI, listener: Listener, announce: Callable[[str], None] = lambda _address: None) -> None:
@@ -125,6 +130,7 @@ def _config(app: FastAPI, listener: Listener) -> uvicorn.Config:
         access_log=False,
         proxy_headers=False,
         server_header=False,
+        http=BoundedHead,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=max(1, round(listener.drain_s)),
         ssl_certfile=listener.tls_cert,

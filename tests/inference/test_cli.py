@@ -213,7 +213,7 @@ def _other_manifest(**changes: object) -> Callable[[Path], None]:
         ),
         (
             _other_manifest(format="aotinductor", device="cuda"),
-            r"model\.pt2 is compiled for cuda, not cpu; run it on cuda",
+            r"model\.pt2 is compiled for cuda, not cpu; run it on cuda, or export it with --device cpu",
         ),
     ],
     ids=[

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from inference.batching import BatchScheduler
 from inference.errors import ModelContractError, NonFiniteOutput, TileError
+from tests.inference.batching.patience import PATIENCE_S
 
 Array = NDArray[Any]
 
@@ -32,12 +33,51 @@ def test_s5_an_array_with_a_row_per_sample_is_an_answer() -> None:
 
 @pytest.mark.parametrize(
     "returned",
-    [np.float32(1), np.zeros((3, 2)), np.zeros((5, 2)), [np.zeros(2), np.zeros(3), np.zeros(2), np.zeros(2)]],
-    ids=["no rows", "one too few", "one too many", "two shapes"],
+    [
+        np.float32(1),
+        np.zeros((3, 2)),
+        np.zeros((5, 2)),
+        [np.zeros(2), np.zeros(3), np.zeros(2), np.zeros(2)],
+        [np.zeros(2), 3, np.zeros(2), np.zeros(2)],
+    ],
+    ids=["no rows", "one too few", "one too many", "two shapes", "arrays and a number"],
 )
 def test_s5_arrays_of_another_shape_fail_the_batch(returned: object) -> None:
     for future in run(lambda samples, _: returned, tiles(4)):
         assert isinstance(future.exception(0), ModelContractError)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    "make",
+    [
+        np.array,
+        lambda rows: np.array(rows, np.float32),
+        list,
+        lambda rows: [complex(row) for row in rows],
+        lambda rows: [[0.0, row] for row in rows],
+        lambda rows: [(row, "label") for row in rows],
+        lambda rows: [[[row]] for row in rows],
+        lambda rows: [(np.array([row, 1]), 2) for row in rows],
+    ],
+    ids=["array", "float32", "floats", "complex", "lists", "tuples", "nested lists", "tuples of arrays"],
+)
+def test_s5_a_row_that_is_not_finite_is_an_error_in_whatever_form(make: Any, bad: float) -> None:
+    futures = run(lambda samples, _: make([1.0, bad, 2.0]), tiles(3))
+    assert isinstance(futures[1].exception(0), NonFiniteOutput)
+    assert [future.exception(0) for future in (futures[0], futures[2])] == [None, None]
+
+
+def test_s5_rows_that_are_no_numbers_are_passed_on_as_they_are() -> None:
+    rows = [{"a": 1}, "nan", ["nan", 3, True], 10**400]
+    futures = run(lambda samples, _: rows, tiles(4))
+    assert all(future.result(0) is row for future, row in zip(futures, rows, strict=True))
+
+
+def test_s5_an_exception_may_stand_beside_arrays() -> None:
+    futures = run(lambda samples, _: [np.zeros(2), ValueError("odd"), np.ones(2)], tiles(3))
+    assert isinstance(futures[1].exception(0), TileError)
+    assert [futures[n].result(0).tolist() for n in (0, 2)] == [[0, 0], [1, 1]]
 
 
 def test_s26_a_row_that_is_not_finite_fails_alone_among_32() -> None:
@@ -85,8 +125,10 @@ def test_s25_a_read_only_sample_is_passed_on_as_it_is() -> None:
         seen.extend(batch)
         return list(batch)
 
-    assert run(forward, [tile])[0].result(0) is tile
+    row = run(forward, [tile])[0].result(0)
     assert seen[0] is tile
+    assert row is not tile  # but the result is the caller's own
+    assert not np.shares_memory(row, tile)
 
 
 def test_s25_a_model_that_writes_to_its_input_harms_nobody() -> None:
@@ -115,3 +157,42 @@ def test_s25_a_kept_row_does_not_keep_the_batch_nor_change_with_a_reused_buffer(
     assert (row == 3).all()
     gc.collect()
     assert all(buffer is not held for held in gc.get_referents(row))
+
+
+def test_s25_a_model_may_write_its_next_results_into_the_arrays_it_returned() -> None:
+    buffers = [np.zeros(2) for _ in range(4)]
+
+    def forward(batch: Sequence[Array], _: object) -> list[Array]:
+        for buffer, sample in zip(buffers, batch, strict=False):
+            buffer[:] = sample
+        return buffers[: len(batch)]
+
+    first = [future.result(0) for future in run(forward, [np.full(2, float(n)) for n in range(4)])]
+    run(forward, [np.full(2, 9.0)] * 4)
+    assert [row.tolist() for row in first] == [[n, n] for n in range(4)]
+
+
+def test_s25_an_array_returned_for_two_samples_is_two_arrays_for_their_callers() -> None:
+    one = np.zeros(2)
+    rows = [future.result(0) for future in run(lambda samples, _: [one] * len(samples), tiles(2))]
+    rows[0][0] = 99
+    assert rows[1].tolist() == [0, 0]
+    assert one.tolist() == [0, 0]
+
+
+def test_s25_a_model_may_empty_the_lists_it_is_given() -> None:
+    def forward(batch: list[Array], modes: list[str]) -> list[Array]:
+        modes.clear()
+        return [batch.pop(0) for _ in range(len(batch))]
+
+    futures = run(forward, tiles(4))
+    assert [float(future.result(0)[0, 0, 0]) for future in futures] == [0, 1, 2, 3]
+
+
+def test_s5_a_model_that_takes_samples_out_and_returns_as_many_as_it_left_breaks_nothing() -> None:
+    with BatchScheduler[int, int](lambda batch, _: [batch.pop()], max_batch_size=2, max_wait_s=1000) as scheduler:  # type: ignore[attr-defined]
+        futures = [scheduler.submit(sample) for sample in (1, 2)]
+        assert all(isinstance(future.exception(PATIENCE_S), ModelContractError) for future in futures)
+        last = scheduler.submit(3)
+        scheduler.flush()
+        assert last.result(PATIENCE_S) == 3

@@ -28,6 +28,7 @@ from inference.models.server_model import BaseServerModel, load_server_model
 from inference.serving import ServiceSettings, create_app
 from inference.serving.app import Service
 from inference.serving.models import Models
+from inference.serving.protocol import BoundedHead
 
 PATIENCE_S = 20.0  # far above what any step takes: a longer wait is a deadlock
 
@@ -140,7 +141,7 @@ class Loopback:
 
     def __init__(self, app: FastAPI) -> None:
         self.app = app
-        config = uvicorn.Config(app, lifespan="on", log_config=None, access_log=False)
+        config = uvicorn.Config(app, lifespan="on", log_config=None, access_log=False, http=BoundedHead)
         self._server = uvicorn.Server(config)
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"

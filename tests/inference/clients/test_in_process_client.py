@@ -2,8 +2,11 @@
 
 import asyncio
 import json
+import os
 import threading
+import warnings
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,10 +15,12 @@ import torch
 from numpy.typing import NDArray
 
 from inference.clients import InProcessClient
+from inference.clients.pipeline import ModelPipeline
 from inference.contract import ModelRequest, ModelResponse, parse_request
 from inference.errors import (
     BadRequest,
     BatchError,
+    CallerError,
     ConfigError,
     DeadlineExceeded,
     DeviceBroken,
@@ -158,6 +163,63 @@ def test_without_dynamic_batching_a_deadline_is_kept_too(start: "StartClient", r
         client.submit(sample, "embedding", deadline_s=0).result(PATIENCE_S)
     assert runtime.rows == []
     assert client.submit(sample, "embedding", deadline_s=PATIENCE_S).result(PATIENCE_S).embedding is not None
+
+
+def test_s18_what_is_queued_at_close_gets_its_answer_also_where_that_is_long_to_write(
+    start: "StartClient", runtime: "ScriptedRuntime", body: Body, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inference.clients.pipeline.LONG_OUTPUT", 1)
+    client = start(max_batch_size=8, max_wait_ms=LONG_MS)
+    queued = _count_queued(client)
+
+    async def crowd() -> list[str]:
+        calls = [asyncio.create_task(client.embed_async(body(number))) for number in range(3)]
+        for _ in calls:
+            await asyncio.to_thread(queued.acquire)
+        client.pipeline.scheduler.flush()  # type: ignore[union-attr]
+        await asyncio.sleep(0)
+        closing = asyncio.create_task(asyncio.to_thread(client.close))
+        answers = await asyncio.gather(*calls)
+        await closing
+        return list(answers)
+
+    assert [json.loads(answer)["patch_idx"] for answer in asyncio.run(crowd())] == [0, 1, 2]
+
+
+def test_s15_a_call_that_waits_for_the_device_behind_a_stuck_forward_is_told(
+    start: "StartClient", runtime: "ScriptedRuntime", body: Body
+) -> None:
+    client = InProcessClient.__new__(InProcessClient)
+    client.pipeline = ModelPipeline(start().pipeline.model, 8, 0, stuck_after_s=0.2)
+    runtime.hold()
+    with ThreadPoolExecutor(2) as callers:
+        stuck = callers.submit(lambda: asyncio.run(client.embed_async(body(0))))
+        runtime.wait_until_called()
+        waiting = callers.submit(client.embed, body(1))
+        with pytest.raises(DeviceBroken):
+            stuck.result(PATIENCE_S)
+        with pytest.raises(DeviceBroken):
+            waiting.result(PATIENCE_S)
+    runtime.release()
+    client.close()
+
+
+def test_s21_a_forked_child_gets_an_error_and_not_a_hang(start: "StartClient", body: Body) -> None:
+    client = start()
+    client.embed(body(0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of what is tested here
+        child = os.fork()
+    if child == 0:
+        try:
+            client.close()
+            client.embed(body(1))
+        except CallerError:
+            os._exit(42)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42
+    assert client.embed(body(2))
 
 
 def test_a_cancelled_call_leaves_its_neighbours_their_answers(

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from inference.errors import ArtifactRefused, ConfigError, UnknownModel
+from inference.models.archive import _harmless_expression
 from inference.models.artifact import load_manifest, manifest_path
 from inference.models.registry import Checkpoint
 from inference.models.regular_files import hash_regular_file
@@ -119,7 +120,9 @@ def test_a_compiled_checkpoint_of_another_machine_is_refused_with_the_remedy(
 def test_a_checkpoint_compiled_for_another_device_says_where_it_runs(tiny: Checkpoint, loaded: list[str]) -> None:
     # Exporting again would give the same: the remedy is the device.
     _edit(tiny.path, format="aotinductor", device="cuda")
-    with pytest.raises(ArtifactRefused, match=r"is compiled for cuda, not cpu; run it on cuda$"):
+    with pytest.raises(
+        ArtifactRefused, match=r"is compiled for cuda, not cpu; run it on cuda, or export it with --device cpu"
+    ):
         _load(tiny.path)
     assert loaded == []
 
@@ -316,11 +319,51 @@ def test_the_inputs_that_other_exports_keep_are_no_reason_to_refuse_them(tiny: C
     assert _load(tiny.path).kind == "exported-program"
 
 
-def test_weights_stored_as_a_pickle_are_refused_before_the_loader(tiny: Checkpoint, loaded: list[str]) -> None:
-    _rewrite(tiny.path, change={"model_weights_config.json": b'{"config": {"scale": {"use_pickle": true}}}'})
+@pytest.mark.parametrize("value", [b"true", b"1", b'"yes"', b"[0]", b"null"])
+def test_weights_stored_as_a_pickle_are_refused_before_the_loader(
+    tiny: Checkpoint, loaded: list[str], value: bytes
+) -> None:
+    config = b'{"config": {"scale": {"use_pickle": ' + value + b"}}}"
+    _rewrite(tiny.path, change={"model_weights_config.json": config})
     with pytest.raises(ArtifactRefused, match="holds weights as a pickle"):
         _load(tiny.path)
     assert loaded == []
+
+
+def test_a_key_given_twice_is_refused_for_readers_differ_in_which_they_take(
+    tiny: Checkpoint, loaded: list[str]
+) -> None:
+    config = b'{"config": {"scale": {"use_pickle": true, "use_pickle": false}}}'
+    _rewrite(tiny.path, change={"model_weights_config.json": config})
+    with pytest.raises(ArtifactRefused, match="a key is given twice"):
+        _load(tiny.path)
+    assert loaded == []
+
+
+def test_a_pickle_with_an_archive_behind_it_is_refused(tiny: Checkpoint, loaded: list[str]) -> None:
+    both = pickle.dumps(print) + _torch_file((torch.zeros(1),))
+    _rewrite(tiny.path, change={"sample_inputs/model.pt": both})
+    with pytest.raises(ArtifactRefused, match="holds a bare pickle"):
+        _load(tiny.path)
+    assert loaded == []
+
+
+@pytest.mark.parametrize(
+    ("text", "harmless"),
+    [
+        ("Symbol('s0', positive=True, integer=True)", True),
+        ("2*s0 + Mod(Integer(3), Symbol('s0'))", True),
+        ("__import__('os').system('true')", False),
+        ("exec('x')", False),
+        ("Symbol.__class__", False),
+        ("Symbol('s0').func", False),
+        ("Symbol('a b')", False),
+        ("open('passwd')", False),
+        ("[x for x in (1,)]", False),
+    ],
+)
+def test_symbolic_sizes_call_nothing_but_classes(text: str, harmless: bool) -> None:
+    assert _harmless_expression(text) is harmless
 
 
 @pytest.mark.parametrize(

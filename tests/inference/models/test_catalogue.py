@@ -60,7 +60,7 @@ def test_the_error_for_a_model_that_is_not_exported_prints_its_commands(name: st
 def test_what_was_exported_is_found_and_listed_with_its_place(tiny: Checkpoint, tmp_path: Path, folder: str) -> None:
     path = _place(tiny, tmp_path / folder / "uni" / "uni.pt2", "uni")
     assert resolve_model("uni").path == path
-    assert entry("uni").state == f"exported: {path} (exported-program, cpu)"
+    assert entry("uni").state == f"exported: {path} (exported-program, fp32, cpu)"
     assert entry("uni").commands == ()
 
 

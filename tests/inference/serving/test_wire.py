@@ -10,6 +10,7 @@ import threading
 import zlib
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import lz4.frame
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from PIL import Image
 from inference.contract.faults import public_text
 from inference.contract.frames import MAGIC, encode_tiles
 from inference.contract.image import MAX_IMAGE_BYTES
-from tests.inference.clients.doubles import ask, make_body, make_tile
+from tests.inference.clients.doubles import PATIENCE_S, Loopback, ask, make_body, make_tile
 
 if TYPE_CHECKING:
     from tests.inference.clients.doubles import ScriptedRuntime, StartService
@@ -194,6 +195,67 @@ def test_a_binary_batch_that_is_none_is_refused(serve: "StartService", body: byt
     found, message = refused(serve(max_wait_ms=0), body, "/api/batch/demo")
     assert found == status
     assert says in message
+
+
+def test_wr4_tiles_of_another_size_or_beyond_the_memory_set_aside_are_never_unpacked(serve: "StartService") -> None:
+    bomb = lz4.frame.compress(bytes(64 << 20))
+    header = json.dumps(
+        {"mode": "embedding", "slide_name": "s", "shape": [1, 4096, 4096, 3], "encoding": "lz4"}
+    ).encode()
+    body = MAGIC + struct.pack("<I", len(header)) + header + bomb
+    status, message = refused(serve(max_wait_ms=0), body, "/api/batch/demo")
+    assert (status, "not (4096, 4096, 3)" in message) == (400, True)
+    answer = ask(serve(max_wait_ms=0, max_pending_bytes=200_000), "POST", "/api/batch/demo", batch(LZ4))
+    assert (answer.status_code, answer.json()["code"]) == (429, "queue_full")
+
+
+def test_wr3_a_tile_of_another_size_is_never_decoded(serve: "StartService") -> None:
+    status, message = refused(serve(max_wait_ms=0), field(width=4096, height=4096, image_data="!"))
+    assert (status, message) == (400, "demo takes 224 x 224 tiles, not 4096 x 4096")
+
+
+def test_wr3_a_jpeg_of_a_thousand_scans_is_refused(serve: "StartService") -> None:
+    buffer = io.BytesIO()
+    TILE.save(buffer, format="JPEG", progressive=True)
+    ordinary = buffer.getvalue()
+    assert ask(serve(max_wait_ms=0), "POST", "/api/embed/demo", image(ordinary)).status_code == 200
+    at = ordinary.rindex(b"\xff\xda")
+    status, message = refused(serve(max_wait_ms=0), image(ordinary[:at] + b"\xff\xda" * 150 + ordinary[at:]))
+    assert (status, "more than 100 scans" in message) == (400, True)
+
+
+@pytest.mark.timeout(30)
+def test_wr1_a_key_given_twice_among_half_a_million_is_found_at_once(serve: "StartService") -> None:
+    keys = ",".join(f'"{n}":0' for n in range(450_000))
+    status, message = refused(serve(max_wait_ms=0), "{" + keys + ',"449999":0}')
+    assert (status, message) == (400, "the body has the key '449999' twice")
+
+
+def test_a_path_with_a_slash_too_many_is_not_redirected_to_a_host_that_the_caller_names(serve: "StartService") -> None:
+    answer = ask(serve(), "POST", "/invocations/", field(), headers={"Host": "evil.example"})
+    assert (answer.status_code, answer.json()["code"]) == (404, "not_found")
+
+
+@pytest.mark.parametrize("first", [b"GET /ping HTTP/1.1\r\nX-Long: ", b"GET /"])
+def test_headers_without_an_end_end_their_connection_and_nobody_elses(serve: "StartService", first: bytes) -> None:
+    service = Loopback(serve(max_wait_ms=0))
+    try:
+        with socket.create_connection(
+            ("127.0.0.1", int(service.url.rpartition(":")[2])), timeout=PATIENCE_S
+        ) as connection:
+            connection.sendall(first)
+            said = b""
+            try:
+                for _ in range(200):
+                    connection.sendall(b"a" * 65_536)
+                said = connection.recv(65_536)
+            except ConnectionError:
+                pass  # it was closed while more was sent
+            else:
+                assert said.startswith(b"HTTP/1.1 4") or not said
+        assert httpx.get(f"{service.url}/ping", timeout=PATIENCE_S).status_code == 200
+    finally:
+        service.stop()
 
 
 def test_wr7_an_address_in_place_of_an_image_is_never_looked_up(serve: "StartService") -> None:
