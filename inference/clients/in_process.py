@@ -10,7 +10,7 @@ from inference.batching import SchedulerStatistics
 from inference.clients._answers import all_or_error
 from inference.clients.pipeline import ModelPipeline
 from inference.contract import parse_request
-from inference.errors import ConfigError, InferenceError
+from inference.errors import BadRequest, ConfigError, InferenceError
 from inference.models.sample import Mode, PreparedSample, TileOutput
 from inference.models.server_model import BaseServerModel, build_server_model
 
@@ -132,4 +132,6 @@ class InProcessClient:
         return answer
 
     def _run(self, bodies: Sequence[str], mode: Mode) -> list[str | InferenceError]:
+        if isinstance(bodies, str | bytes):
+            raise BadRequest("a batch is a list of bodies, this is one: use the call without _batch, or [body]")
         return self.pipeline.run([partial(parse_request, body) for body in bodies], mode)

@@ -194,6 +194,8 @@ class ModelPipeline:
             QueueFull, DeviceBroken, ServerClosed: as `BatchScheduler.submit`.
         """
         self._check(mode)
+        if not isinstance(sample, PreparedSample):
+            raise BadRequest(f"submit takes what prepare_tile or prepare_sample gives, not a {type(sample).__name__}")
         if self._own_forward:
             raise BadRequest(f"{self.model.model_name} has a forward of its own, which takes requests, not samples")
         return cast("Future[TileOutput]", self._begin(Prepared(sample), mode, deadline_s, block=block))

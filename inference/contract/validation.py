@@ -20,6 +20,8 @@ def parse_json(text: str | bytes) -> object:
         BadRequest: not JSON, NaN or infinity, a key twice, nested too deeply, an integer of thousands of digits, or
             text that is not Unicode.
     """
+    if not isinstance(text, str | bytes):
+        raise BadRequest(f"the body is a {type(text).__name__}: give JSON as text, such as json.dumps makes")
     try:
         if isinstance(text, bytes):
             text = text.decode()  # `json` would take other encodings too

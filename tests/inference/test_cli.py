@@ -240,6 +240,14 @@ def test_a_checkpoint_that_is_gone_or_refused_is_bad_usage_and_creates_nothing(
     assert not one_slide.out.exists()
 
 
+def test_a_second_model_is_not_dropped_in_silence(one_slide: Cli, call: Call) -> None:
+    models = ("--model", one_slide.model, "--model", "demo")
+    ended = call("run", str(one_slide.slides), *models, "--out", str(one_slide.out))
+    assert ended.code == 2
+    assert ended.err == "error: --model is given twice: run one model after the other, into the same --out\n"
+    assert not one_slide.out.exists()
+
+
 @pytest.mark.slow
 def test_a_checkpoint_that_turns_out_not_to_run_is_bad_usage_too(one_slide: Cli, tmp_path: Path) -> None:
     # Known only when torch looks at the processor, and that is after the store was opened.

@@ -165,6 +165,16 @@ def test_without_dynamic_batching_a_deadline_is_kept_too(start: "StartClient", r
     assert client.submit(sample, "embedding", deadline_s=PATIENCE_S).result(PATIENCE_S).embedding is not None
 
 
+def test_what_is_no_body_and_no_sample_is_told_as_such(start: "StartClient") -> None:
+    client = start()
+    with pytest.raises(BadRequest, match="the body is a dict: give JSON as text"):
+        client.embed({"x": 1})  # type: ignore[arg-type]
+    with pytest.raises(BadRequest, match="a batch is a list of bodies, this is one"):
+        client.embed_batch("{}")
+    with pytest.raises(BadRequest, match="submit takes what prepare_tile or prepare_sample gives, not a ndarray"):
+        client.submit(make_tile(1))  # type: ignore[arg-type]
+
+
 def test_s18_what_is_queued_at_close_gets_its_answer_also_where_that_is_long_to_write(
     start: "StartClient", runtime: "ScriptedRuntime", body: Body, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -245,3 +245,17 @@ def _skin_and_glass(shared_data: Path) -> NDArray[np.uint8]:
             slide.read_region(at, 0, (224, 224)).convert("RGB")
         )
         return np.stack([read(at).transpose(2, 0, 1) for places in PLACES.values() for at in places])
+
+
+@pytest.mark.slow
+def test_weights_may_be_a_link_as_in_a_download_cache_and_one_that_leads_nowhere_is_told(tmp_path: Path) -> None:
+    vit = build_tile_net(small()).network.vit
+    assert isinstance(vit, torch.nn.Module)
+    save_file(vit.state_dict(), tmp_path / "w.safetensors")
+    link = tmp_path / "snapshot.safetensors"
+    link.symlink_to("w.safetensors")
+    assert export_tile_model(small(), tmp_path / "out", weights=link, form="portable").path.is_file()
+    link.unlink()
+    link.symlink_to("nowhere.safetensors")
+    with pytest.raises(ConfigError, match=r"no file \S+/snapshot\.safetensors"):
+        export_tile_model(small(), tmp_path / "out", weights=link, form="portable")

@@ -18,14 +18,16 @@ from torch._inductor import config as inductor
 
 from inference.errors import ConfigError
 from inference.models.artifact import load_manifest, manifest_path
+from inference.models.catalogue import catalogue
 from inference.models.export import export_model, weights_sha256
-from inference.models.registry import Checkpoint
+from inference.models.registry import Checkpoint, resolve_model
 from inference.models.runtime import TorchRuntime
 from inference.models.spec import ModelSpec
 from inference.models.tracing import has_cpp_compiler
 from inference.models.verification import verify_artifact
 from tests.inference.engine.tiny_slides import section, write_slide
 from tests.inference.models.conftest import TinyNet, tiny_spec
+from tests.inference.models.kinds import make_spec, rna_spec
 from tests.inference.store.mounts import fill, tmpfs
 
 Export = Callable[..., Path]
@@ -311,3 +313,35 @@ def test_without_a_compiler_the_demo_model_gives_the_same_numbers_and_one_line_s
     for one in two_at_once:
         for found, value in zip(np.load(one.outputs).values(), expected, strict=True):
             np.testing.assert_allclose(found, value, atol=1e-5)
+
+
+def test_without_a_digest_of_its_code_a_module_is_told_by_what_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "")
+
+    class Scaled(torch.nn.Module):
+        def __init__(self, by: float) -> None:
+            super().__init__()
+            self.by = by
+
+        def forward(self, tiles: torch.Tensor) -> torch.Tensor:
+            return tiles.float().mean(dim=(2, 3)) * self.by
+
+    spec = make_spec("scaled", output_type="embedding", prediction_names=())
+    first = export_model(Scaled(1.0), spec, tmp_path)
+    assert export_model(Scaled(1.0), spec, tmp_path) == first
+    other = export_model(Scaled(2.0), spec, tmp_path)
+    assert other != first
+    found = resolve_model("scaled", cache=tmp_path)
+    assert found.path == other, "the newest is found by name"
+    assert [entry.name for entry in catalogue(tmp_path) if entry.checkpoints] == ["scaled"]
+
+
+def test_a_network_that_does_not_take_the_specs_inputs_is_refused_with_them(tmp_path: Path) -> None:
+    class Alone(torch.nn.Module):
+        def forward(self, tiles: torch.Tensor) -> torch.Tensor:
+            return tiles.float().mean(dim=(2, 3))
+
+    with pytest.raises(ConfigError, match=r"rna cannot be traced as forward\(tiles, bulk_rna, bulk_rna_present\)"):
+        export_model(Alone(), rna_spec(), tmp_path)

@@ -174,3 +174,42 @@ def test_any_other_is_replaced(serve: "StartService", name: str) -> None:
     answer = ask(serve(), "POST", "/api/embed/demo", "{", {"X-Request-Id": name})
     assert answer.headers["X-Request-Id"] == answer.json()["request_id"] != name
     assert len(answer.headers["X-Request-Id"]) == 32
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"port": 70_000}, "port 70000 is none: give 1 to 65535, or 0"),
+        ({"port": -1}, "port -1 is none"),
+        ({"unready_s": float("nan")}, "unready_s is nan: give seconds from 0 up"),
+        ({"drain_s": float("inf")}, "drain_s is inf: give seconds from 0 up"),
+    ],
+)
+def test_a_listener_that_cannot_be_meant_is_refused(options: dict[str, float], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Listener(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"max_batch_size": 0}, "max_batch_size is 0: give 1 or more"),
+        ({"max_wait_ms": -1}, "max_wait_ms is -1: give milliseconds from 0 up"),
+        ({"max_wait_ms": float("nan")}, "max_wait_ms is nan"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused_one_by_one(options: dict[str, float], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        ServiceSettings(**options)  # type: ignore[arg-type]
+
+
+def test_each_rule_of_a_token_file_is_told_apart(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    for text, says in (
+        ("alice\n", "line 1 of .* is not a name and a token"),
+        ("alice s3cret\n", "line 1 of .* has a token of 6 characters: 16 or more are needed"),
+        ("a 0123456789abcdef\na 0123456789abcdeg\n", "line 2 of .* has a name that an earlier line has"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=says):
+            read_tokens(path)
