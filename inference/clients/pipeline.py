@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar, cast
 
@@ -177,7 +177,8 @@ class ModelPipeline:
         prepared = await asyncio.wrap_future(self.start(self.prepare, read, mode))
         found = await asyncio.wrap_future(self._begin(prepared, mode, deadline_s, block=False))
         if isinstance(found, TileOutput) and _n_values(found) > LONG_OUTPUT:
-            return await asyncio.wrap_future(self.start(self._text, prepared, found, mode))
+            with suppress(ServerClosed):  # closed since: the last answers are written here
+                return await asyncio.wrap_future(self.start(self._text, prepared, found, mode))
         return self._text(prepared, found, mode)
 
     def submit(
