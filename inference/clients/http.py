@@ -312,7 +312,7 @@ async def _read(response: httpx.Response, max_bytes: int) -> _Answer:
         async for part in response.aiter_bytes():
             if len(found) + len(part) > limit:
                 if good:
-                    raise wrong_answer(f"is longer than {limit} bytes (max_response_bytes={max_bytes})")
+                    raise wrong_answer(f"is longer than its limit of {limit} bytes (of a batch: max_response_bytes)")
                 found.clear()
                 break
             found += part

@@ -98,6 +98,8 @@ def _check_options(
         raise ConfigError(f"{form!r} is no format: give {', '.join(FORMATS)}")
     if form == "onnx" and (precision or spec.precision) == "bf16":
         raise ConfigError("ONNX Runtime has no bf16 on the CPU: give --precision fp16 or fp32, or --format pt2")
+    if device.split(":")[0] not in {"cpu", "cuda"}:
+        raise ConfigError(f"--device {device} is none that is exported for: give cpu or cuda")
     if device.split(":")[0] == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda needs a GPU here: compiled code is made for the one that is present")
 

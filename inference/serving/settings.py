@@ -2,11 +2,14 @@
 
 import hmac
 import ipaddress
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from inference.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 6_291_456
 """Largest body that Amazon SageMaker passes to a real-time endpoint: 6 MiB."""
@@ -80,10 +83,7 @@ def read_tokens(path: Path) -> dict[str, str]:
     Raises:
         ConfigError: it cannot be read, holds no token, or a line of it is not such a pair.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the token file {path} cannot be read: {type(error).__name__}") from None
+    lines = _lines(path)
     found: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.startswith("#"):
@@ -102,6 +102,17 @@ def read_tokens(path: Path) -> dict[str, str]:
     if not found:
         raise ConfigError(f"the token file {path} holds no token: write one `NAME TOKEN` per line")
     return found
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        if not path.is_file():  # a pipe would be waited for
+            raise ConfigError(f"the token file {path} cannot be read: it is no regular file")
+        if path.stat().st_mode & 0o077:
+            log.warning("the token file %s can be read by others: chmod 600 %s", path, path)
+        return path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the token file {path} cannot be read: {type(error).__name__}") from None
 
 
 def is_loopback(host: str) -> bool:

@@ -161,6 +161,7 @@ def test_a_checkpoint_that_returns_something_else_than_its_network_is_refused_at
         ({"weights": Path("w.pt"), "random_init": True}, "not both"),
         ({"weights": Path("w.pt"), "depth": 1}, "--depth is the number of blocks"),
         ({"random_init": True, "depth": 0}, "--depth is 0: a stand-in has 1 block or more"),
+        ({"random_init": True, "device": "gpu"}, "--device gpu is none that is exported for: give cpu or cuda"),
         ({"random_init": True, "form": "torchscript"}, "'torchscript' is no format: give pt2, portable, onnx"),
         ({"random_init": True, "form": "onnx", "precision": "bf16"}, "no bf16 on the CPU"),
     ],

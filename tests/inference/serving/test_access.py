@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -201,6 +202,23 @@ def test_a_listener_that_cannot_be_meant_is_refused(options: dict[str, float], s
 def test_settings_that_cannot_be_meant_are_refused_one_by_one(options: dict[str, float], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         ServiceSettings(**options)  # type: ignore[arg-type]
+
+
+def test_a_token_file_that_is_a_pipe_is_refused_and_one_that_others_can_read_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="cannot be read: it is no regular file"):
+        read_tokens(tmp_path / "pipe")
+    path = tmp_path / "tokens"
+    path.write_text("alice 0123456789abcdef\n")
+    path.chmod(0o644)
+    assert read_tokens(path) == {"alice": "0123456789abcdef"}
+    assert "can be read by others: chmod 600" in caplog.text
+    caplog.clear()
+    path.chmod(0o600)
+    read_tokens(path)
+    assert not caplog.records
 
 
 def test_each_rule_of_a_token_file_is_told_apart(tmp_path: Path) -> None:
