@@ -255,7 +255,8 @@ def test_a_checkpoint_that_turns_out_not_to_run_is_bad_usage_too(one_slide: Cli,
     shutil.copy(one_slide.model, model)
     shutil.copy(manifest_path(Path(one_slide.model)), manifest_path(model))
     _other_manifest(format="aotinductor", cpu_features=["avx2048"])(model)
-    ended = one_slide.run("--model", model)
+    one_slide.model = str(model)
+    ended = one_slide.run()
     assert ended.code == 2
     assert re.match(r"stopped after 0 of 1 slides: model\.pt2 is compiled for a processor with avx2048", ended.err)
     assert len(ended.lines) == 1
