@@ -28,6 +28,7 @@ from inference.models.registry import Checkpoint, resolve_model
 from inference.models.runtime import Runtime, free_device_memory, open_runtime
 from inference.models.sample import MODES, NO_EXTRAS, Mode, PreparedSample, TileOutput
 from inference.models.spec import ModelSpec
+from inference.models.stacking import stack_extras, stack_tiles
 
 log = logging.getLogger(__name__)
 
@@ -207,7 +208,7 @@ class BaseServerModel:
             self.check_mode(mode)
         if not samples:
             return []
-        arrays = self.postprocess(self.run_graph(self._stacked(samples), self._stacked_extras(samples)))
+        arrays = self.postprocess(self.run_graph(stack_tiles(samples, self._spec), stack_extras(samples, self._spec)))
         results: list[TileOutput | NonFiniteOutput] = []
         for row, mode in enumerate(modes):
             wanted = {name: array[row] for name, array in arrays.items() if name in mode}
@@ -292,25 +293,6 @@ class BaseServerModel:
             raise NonFiniteOutput("the model returned NaN or infinity for a tile of this batch")
         name = "embedding" if mode == "embedding" else "prediction"
         return [self.respond(q, TileOutput(**{name: row}), mode) for q, row in zip(requests, rows, strict=True)]
-
-    def _stacked(self, samples: Sequence[PreparedSample]) -> NDArray[np.uint8]:
-        shape = self._spec.input_shape
-        for sample in samples:
-            if sample.tile.shape != shape or sample.tile.dtype != np.uint8:
-                raise BadRequest(
-                    f"{self.model_name} takes uint8 tiles of {shape}, not {sample.tile.dtype} {sample.tile.shape}"
-                )
-        return np.stack([sample.tile for sample in samples])
-
-    def _stacked_extras(self, samples: Sequence[PreparedSample]) -> dict[str, NDArray[np.float32]]:
-        wanted = {extra.name: extra.shape for extra in self._spec.extra_inputs}
-        for sample in samples:
-            given = {name: extra.shape for name, extra in sample.extra_tensors.items()}
-            if given != wanted or any(extra.dtype != np.float32 for extra in sample.extra_tensors.values()):
-                raise BadRequest(
-                    f"{self.model_name} takes the further inputs {wanted or 'none'}, not {given or 'none'}"
-                )
-        return {name: np.stack([sample.extra_tensors[name] for sample in samples]) for name in wanted}
 
     def run_graph(
         self, batch: NDArray[Any], extras: Mapping[str, NDArray[np.float32]] = NO_EXTRAS
