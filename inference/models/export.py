@@ -4,7 +4,6 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,11 +12,7 @@ from torch import nn
 
 from inference.errors import ArtifactRefused
 from inference.models import _torch_noise as _torch_noise  # before the compiler is first imported
-from inference.models.artifact import (
-    ArtifactManifest,
-    FallbackPin,
-    Format,
-)
+from inference.models.artifact import ArtifactManifest, FallbackPin, Format
 from inference.models.checkpoint_cache import cached, environment, place_of, with_identity
 from inference.models.fallback import fallback_manifest, fallback_path
 from inference.models.golden import TOLERANCES, check_golden, difference, golden_inputs, write_golden
@@ -26,9 +21,6 @@ from inference.models.regular_files import hash_regular_file
 from inference.models.runtime import GraphRuntime, open_graph
 from inference.models.spec import ModelSpec
 from inference.models.tracing import graph_sha256, has_cpp_compiler, trace, write_graph
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger(__name__)
 
