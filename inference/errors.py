@@ -14,6 +14,7 @@
     │       ├── UnknownResolution
     │       ├── ResolutionTooCoarse
     │       ├── SlideChanged
+    │       ├── ReadStalled
     │       └── TooManyTileFailures
     ├── TileFailure                        this tile's fault; its neighbours are untouched
     │   ├── TileReadError
@@ -133,6 +134,13 @@ class SlideChanged(SlideError):
     """The slide's files changed while it was being processed."""
 
     code = "slide_changed"
+    retryable = True
+
+
+class ReadStalled(SlideError):
+    """Nothing of the slide could be read for too long: a disk, a share or a decoder hangs."""
+
+    code = "read_stalled"
     retryable = True
 
 

@@ -4,31 +4,42 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, Protocol, Self
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import JsonValue
 
 from inference.engine.settings import Settings, Stage
+from inference.engine.tissue_model import TissueModel
 from inference.errors import (
     Broken,
+    ConfigError,
     DamagedResult,
     MissingResult,
     Overloaded,
     SlideChanged,
+    SourceUnavailable,
     StoreError,
     UnreadableSlide,
     WithdrawnResult,
 )
 from inference.models.spec import ModelSpec
+from inference.slides._cache import Pin
 from inference.slides.discovery import SlideRef
 from inference.slides.grid import TileGrid
-from inference.slides.identity import FileStamp, SlideIdentity, same_content, slide_identity, stamp
-from inference.slides.reader import SlideReader, open_slide
-from inference.slides.resolution import ReadPlan, SlideResolution, plan_reading, resolve_mpp
+from inference.slides.identity import FileStamp, SlideIdentity, same_content, slide_identity, stamp, unchanged
+from inference.slides.objects import fetch, refreshed
+from inference.slides.opening import open_slide
+from inference.slides.overview import Overview
+from inference.slides.reader import SlideReader
+from inference.slides.resolution import ReadPlan, SlideResolution, plan_reading, recall_mpp, resolve_mpp
+from inference.slides.roi import Roi, find_roi, load_roi, roi_sha256
 from inference.slides.sampling import make_grid
 from inference.store.files import disk_errors
 from inference.store.manifest import Counts, Manifest, damage
@@ -74,10 +85,19 @@ class StageResult:
 class SlideJob:
     """A slide opened for a run. A context manager; used from one thread (its reader may be read from several)."""
 
-    def __init__(self, ref: SlideRef, store: Store, settings: Settings, progress: Progress) -> None:
-        self.ref, self.store, self.settings, self.progress = ref, store, settings, progress
+    def __init__(
+        self,
+        ref: SlideRef,
+        store: Store,
+        settings: Settings,
+        progress: Progress,
+        tissue_model: TissueModel | None = None,
+    ) -> None:
+        self.tissue_model = tissue_model
+        self.ref, self.store, self.settings, self.progress = refreshed(ref), store, settings, progress
         self._reader: SlideReader | None = None
-        self._stamp = stamp(ref)
+        self._pin: Pin | None = None
+        self._stamp = stamp(self.ref)
         self._damaged: set[str] = set()
         self._verified = set[Path]()
 
@@ -86,6 +106,10 @@ class SlideJob:
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """Close the slide; what failed because its files changed meanwhile becomes `SlideChanged`."""
+        with self._pin or nullcontext():
+            self._close(error)
+
+    def _close(self, error: BaseException | None) -> None:
         if self._reader is not None:
             self._reader.close()
         if isinstance(error, Exception) and not isinstance(error, SlideChanged | Overloaded | Broken):
@@ -99,12 +123,14 @@ class SlideJob:
 
     @property
     def reader(self) -> SlideReader:
-        """The opened slide.
+        """The opened slide, fetched first if it lies in an object store.
 
         Raises:
             UnreadableSlide: it does not open.
+            SourceUnavailable, StoreFull: it cannot be fetched.
         """
         if self._reader is None:
+            self._pin = self._pin or fetch(self.ref)
             self._reader = open_slide(self.ref.path, self.ref.name, self.ref.files)
         return self._reader
 
@@ -152,32 +178,88 @@ class SlideJob:
 
     def grid(self, spec: ModelSpec) -> TileGrid:
         """The model's tile grid on this slide."""
-        size = self.reader.level_sizes[0]
-        return make_grid(size, self.resolution.mpp, self.plan(spec), spec.tile_spec.size, spec.tile_spec.stride)
+        size, stride = self.reader.level_sizes[0], self.settings.stride_px or spec.tile_spec.stride
+        grid = make_grid(size, self.resolution.mpp, self.plan(spec), spec.tile_spec.size, stride)
+        return replace(grid, edge=self.settings.edge)
+
+    @cached_property
+    def _roi(self) -> tuple[Path, str] | None:
+        """File of the slide's region of interest and its sha256 at first sight."""
+        path = find_roi(self.ref, self.settings.roi)
+        if path is None:
+            return None
+        with self._naming_slide():
+            return path, roi_sha256(path)
+
+    def roi_on(self, overview: Overview) -> tuple[Roi, NDArray[np.bool_]] | None:
+        """The slide's region of interest and what it covers of an overview; None where all of the slide is run.
+
+        Raises:
+            ConfigError: it cannot be used for this slide.
+            SlideChanged: its file changed since this run began.
+        """
+        if self._roi is None:
+            return None
+        path, sha256 = self._roi
+        with self._naming_slide():
+            roi = load_roi(path)
+            if roi.sha256 != sha256:
+                raise SlideChanged("its ROI file changed while the slide was processed: run again")
+            return roi, roi.plane(self.reader.level_sizes[0], overview.missing.shape, overview.scale)
+
+    @contextmanager
+    def _naming_slide(self) -> Iterator[None]:
+        """Put the slide's name before errors of its ROI file."""
+        try:
+            yield
+        except (ConfigError, SlideChanged, SourceUnavailable) as error:
+            raise type(error)(f"{self.ref.name}: {error.message}", **error.fields) from None
 
     @property
     def inputs(self) -> dict[str, JsonValue]:
         """What was said of the slide from outside, and decides together with its content."""
+        roi: dict[str, JsonValue] = {"roi_sha256": self._roi[1]} if self._roi else {}
         return {
             "mpp": list(self.resolution.mpp),
             "mpp_source": self.resolution.source,
             "allow_upsampling": self.settings.allow_upsampling,
+            **roi,
         }
 
     def finished(self, address: Address) -> Manifest | None:
         """The result at an address, if it is whole and was made from this very slide with these inputs."""
         try:
             manifest = self.store.read(address)
-            if manifest is None or manifest.inputs != self.inputs:
+            if manifest is None:
                 return None
             recorded = _recorded_identity(manifest)
+            self._recall_resolution(manifest, recorded)
+            if manifest.inputs != self.inputs:
+                return None
             self._check_whole(address, manifest)
         except DamagedResult as error:
             if address.folder not in self._damaged:  # asked for again under the lock, and by later stages
                 self._damaged.add(address.folder)
                 log.warning("%s: computed again, since %s", self.ref.key, error.message.partition(";")[0])
             return None
+        if self._unfetched and same_content(recorded, self.ref, None):
+            return manifest
         return manifest if same_content(recorded, self.ref, self.reader.quickhash) else None
+
+    @property
+    def _unfetched(self) -> bool:
+        """Whether it lies in an object store, and nothing has needed its pixels yet."""
+        return bool(self.ref.remote) and self._reader is None
+
+    def _recall_resolution(self, manifest: Manifest, recorded: SlideIdentity) -> None:
+        """Spare the download of a slide whose results are done.
+
+        If the objects are those that a result was made from, opening the slide would yield the µm/px recorded there.
+        """
+        if self._unfetched and "resolution" not in self.__dict__ and unchanged(recorded, self._stamp):
+            found = recall_mpp(manifest.inputs, cohort_mpp=self.ref.mpp, fallback_mpp=self.settings.mpp)
+            if found is not None:
+                self.__dict__["resolution"] = found  # where cached_property keeps it
 
     def _check_whole(self, address: Address, manifest: Manifest) -> None:
         """Refuse a result with a file missing or cut; its bytes are compared where it is used, see `require`."""

@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Generator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from inference.errors import (
     TooManyTileFailures,
 )
 from inference.models.sample import PreparedSample, TileOutput
+from inference.slides.readahead import ReadAhead
 from inference.slides.sampling import TileSampler
 from inference.store.manifest import Counts
 
@@ -38,12 +39,11 @@ def predict_tiles(job: SlideJob, model: EngineModel, at: Addresses, work: Path) 
     """
     row, col, x, y = read_tiles(job.require(at.tiles, "predict"))
     grid = job.grid(model.spec)
-    feed = _Feed(job, model, TileSampler(job.reader, job.plan(model.spec), grid))
+    feed = _Feed(job, model, TileSampler(job.reader, job.plan(model.spec), grid, row, col))
     forward_before = model.scheduler.statistics().forward_s if len(row) else 0.0
     clock = time.monotonic()
     about: dict[str, JsonValue] = {"slide_key": job.ref.key, "recipe_digest": at.predict.digest}
-    found = feed.results([*zip(row.tolist(), col.tolist(), strict=True)])
-    with ResultTables(work, model.spec, about) as tables, closing(found) as results:
+    with ResultTables(work, model.spec, about) as tables, closing(feed.results()) as results:
         for i, result in enumerate(results):
             tables.add((int(row[i]), int(col[i]), int(x[i]), int(y[i])), result)
             job.progress(job.ref.key, "predict", i + 1, len(row))
@@ -78,24 +78,21 @@ class _Feed:
         self._job, self._model, self._sampler = job, model, sampler
         self.read_s = 0.0
 
-    def results(self, tiles: list[tuple[int, int]]) -> Generator[TileOutput | FailedTile, None, None]:
+    def results(self) -> Generator[TileOutput | FailedTile, None, None]:
         """One result per tile. A failed tile touches no other; what breaks everything is raised.
 
         Closing it early ends the reading and takes back what is queued.
         """
-        ahead = 2 * self._job.settings.batch_size + self._job.settings.readers
+        settings = self._job.settings
+        ahead = 2 * settings.batch_size + settings.readers
         in_flight: deque[Future[TileOutput] | FailedTile] = deque()
-        with ThreadPoolExecutor(self._job.settings.readers, thread_name_prefix="read") as pool:
+        reads = ReadAhead(self._read, len(self._sampler), threads=settings.readers, ahead=ahead)
+        with closing(iter(reads)) as found:
             try:
-                reads: deque[Future[_Read]] = deque()
-                for tile in tiles:
-                    reads.append(pool.submit(self._read, *tile))
-                    if len(reads) > ahead:
-                        in_flight.append(self._submit(reads.popleft().result()))
+                for read in found:
+                    in_flight.append(self._submit(read))
                     if len(in_flight) > 2 * ahead:
                         yield _outcome(in_flight.popleft())
-                while reads:
-                    in_flight.append(self._submit(reads.popleft().result()))
                 if in_flight:
                     self._model.scheduler.flush()
                 while in_flight:
@@ -105,13 +102,12 @@ class _Feed:
                 for waiting in in_flight:
                     if isinstance(waiting, Future):
                         waiting.cancel()
-                pool.shutdown(wait=True, cancel_futures=True)
 
-    def _read(self, row: int, col: int) -> _Read:
+    def _read(self, index: int) -> _Read:
         clock = time.monotonic()
         stage: TileStage = "read"
         try:
-            tile = self._sampler.read(row, col)
+            tile = self._sampler.read(index)
             if tile.missing_fraction > MAX_MISSING:
                 raise MissingPixels(f"{tile.missing_fraction:.0%} of the tile has no pixels in the slide")
             stage = "prepare"

@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference.errors import TileReadError
-from inference.slides.pixels import block_mean, composite, reduce_area
-from inference.slides.reader import SlideReader
+from inference.slides.pixels import block_mean, edge_padded, reduce_area
+from inference.slides.reader import Pixels, SlideReader
+from inference.slides.resolution import REDUCTIONS
 
 A = TypeVar("A", bound=np.generic)
 
@@ -46,7 +47,7 @@ class Overview:
 
 
 def read_overview(reader: SlideReader, mpp: tuple[float, float]) -> Overview:
-    """Read the whole slide once, from the coarsest level that is still fine enough for the mask.
+    """Read the whole slide once, from the coarsest level that is still fine enough for the mask, reduced as it comes.
 
     `mpp` is the level-0 µm/px. Memory does not grow with the level read, only with the results.
     """
@@ -55,53 +56,62 @@ def read_overview(reader: SlideReader, mpp: tuple[float, float]) -> Overview:
     down = (reader.level_sizes[0][0] / width, reader.level_sizes[0][1] / height)
     factor = _mask_factor((width, height), MASK_MPP / (max(mpp) * max(down)))
     shrink = _power_of_two(max(width, height) / THUMBNAIL_PX, up=True)
-    canvas = _Canvas((height, width), factor, shrink, reader.background)
-    for y in range(0, height, BLOCK_PX):
-        for x in range(0, width, BLOCK_PX):
-            block = (x, y, min(BLOCK_PX, width - x), min(BLOCK_PX, height - y))
+    reduction = min(factor, shrink, max(REDUCTIONS))
+    size = (-(-width // reduction), -(-height // reduction))
+    canvas = _Canvas((size[1], size[0]), factor // reduction, shrink // reduction)
+    side = BLOCK_PX // reduction
+    for y in range(0, size[1], side):
+        for x in range(0, size[0], side):
+            block = (x, y, min(side, size[0] - x), min(side, size[1] - y))
             try:
-                canvas.paint(block, reader.read_region(level, *block))
+                canvas.paint(block, reader.read_reduced(level, reduction, *block))
             except TileReadError:
-                _paint_readable_parts(canvas, reader, level, block)
+                _paint_readable_parts(canvas, reader, (level, reduction), block)
     scale = (down[0] * factor, down[1] * factor)
     return Overview(canvas.rgb, canvas.missing, canvas.unreadable, scale, canvas.thumbnail)
 
 
-def _paint_readable_parts(canvas: "_Canvas", reader: SlideReader, level: int, block: tuple[int, int, int, int]) -> None:
+def _paint_readable_parts(
+    canvas: "_Canvas", reader: SlideReader, reduced: tuple[int, int], block: tuple[int, int, int, int]
+) -> None:
     """Read a damaged block again by the slide's own compressed tiles, so that one bad tile costs only itself."""
-    tile_w, tile_h = reader.stored_tile(level)
+    level, reduction = reduced
+    tile_w, tile_h = (math.lcm(side, reduction) // reduction for side in reader.stored_tile(level))
     x0, y0, width, height = block
-    rgba = np.zeros((height, width, 4), np.uint8)
+    rgb = np.zeros((height, width, 3), np.uint8)
+    rgb[:] = reader.background
+    missing = np.ones((height, width), np.float32)
     for top in range(y0 // tile_h * tile_h, y0 + height, tile_h):
         for left in range(x0 // tile_w * tile_w, x0 + width, tile_w):
             x, y = max(left, x0), max(top, y0)
             w, h = min(left + tile_w, x0 + width) - x, min(top + tile_h, y0 + height) - y
+            here = slice(y - y0, y - y0 + h), slice(x - x0, x - x0 + w)
             try:
-                rgba[y - y0 : y - y0 + h, x - x0 : x - x0 + w] = reader.read_region(level, x, y, w, h)
+                part = reader.read_reduced(level, reduction, x, y, w, h)
             except TileReadError:
                 canvas.mark_unreadable((x, y, w, h))
-    canvas.paint(block, rgba)
+            else:
+                rgb[here], missing[here] = part.rgb, 0 if part.missing is None else part.missing
+    canvas.paint(block, Pixels(rgb, missing))
 
 
 class _Canvas:
-    """Collects blocks of a level into the mask-scale picture and the thumbnail."""
+    """Collects blocks of a reduced level into the mask-scale picture and the thumbnail."""
 
-    def __init__(self, size: tuple[int, int], factor: int, shrink: int, background: tuple[int, int, int]) -> None:
-        self._factor, self._shrink, self._background = factor, shrink, background
+    def __init__(self, size: tuple[int, int], factor: int, shrink: int) -> None:
+        self._factor, self._shrink = factor, shrink
         mask, small = (tuple(-(-side // f) for side in size) for f in (factor, shrink))
         self.rgb = np.zeros((*mask, 3), np.uint8)
         self.missing = np.zeros(mask, np.float32)
         self.unreadable = np.zeros(mask, np.bool_)
         self.thumbnail = np.zeros((*small, 3), np.uint8)
 
-    def paint(self, block: tuple[int, int, int, int], rgba: NDArray[np.uint8]) -> None:
+    def paint(self, block: tuple[int, int, int, int], pixels: Pixels) -> None:
         x, y = block[:2]
-        rgb = composite(rgba, self._background)
-        _paste(self.rgb, x // self._factor, y // self._factor, _reduce(rgb, self._factor))
-        _paste(self.thumbnail, x // self._shrink, y // self._shrink, _reduce(rgb, self._shrink))
-        absent = rgba[..., 3] == 0
-        if absent.any():
-            share = block_mean(_edge_padded(absent.astype(np.float32), self._factor), self._factor)
+        _paste(self.rgb, x // self._factor, y // self._factor, _reduce(pixels.rgb, self._factor))
+        _paste(self.thumbnail, x // self._shrink, y // self._shrink, _reduce(pixels.rgb, self._shrink))
+        if pixels.missing is not None:
+            share = block_mean(edge_padded(pixels.missing, self._factor), self._factor)
             _paste(self.missing, x // self._factor, y // self._factor, share)
 
     def mark_unreadable(self, region: tuple[int, int, int, int]) -> None:
@@ -138,13 +148,7 @@ def _power_of_two(ratio: float, *, up: bool = False) -> int:
 
 
 def _reduce(rgb: NDArray[np.uint8], factor: int) -> NDArray[np.uint8]:
-    return reduce_area(_edge_padded(rgb, factor), factor)
-
-
-def _edge_padded(image: NDArray[A], factor: int) -> NDArray[A]:
-    """Sides repeated up to a multiple of the factor, so that the last cell is the mean of what it covers."""
-    rest = [(0, -side % factor) for side in image.shape[:2]]
-    return np.pad(image, rest + [(0, 0)] * (image.ndim - 2), mode="edge") if any(after for _, after in rest) else image
+    return reduce_area(edge_padded(rgb, factor), factor)
 
 
 def _paste(target: NDArray[A], x: int, y: int, patch: NDArray[A]) -> None:

@@ -1,9 +1,12 @@
 """Pixel arithmetic that every reader shares: compositing, exact reduction, resampling."""
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+_A = TypeVar("_A", bound=np.generic)
 
 
 def composite(rgba: NDArray[np.uint8], background: tuple[int, int, int]) -> NDArray[np.uint8]:
@@ -41,6 +44,12 @@ def block_mean(plane: NDArray[np.floating], factor: int) -> NDArray[np.float32]:
     height, width = plane.shape
     blocks = plane.reshape(height // factor, factor, width // factor, factor)
     return np.asarray(blocks.mean(axis=(1, 3), dtype=np.float64), np.float32)
+
+
+def edge_padded(image: NDArray[_A], factor: int) -> NDArray[_A]:
+    """Sides repeated up to a multiple of the factor, so that the last cell is the mean of what it covers."""
+    rest = [(0, -side % factor) for side in image.shape[:2]]
+    return np.pad(image, rest + [(0, 0)] * (image.ndim - 2), mode="edge") if any(after for _, after in rest) else image
 
 
 def resample_area(

@@ -1,33 +1,39 @@
-"""The boundary to foreign decoders: one small interface, every call checked."""
+"""What every slide reader offers, and what those that only know regions inherit."""
 
-import contextlib
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Protocol, Self
 
 import numpy as np
-import openslide
-import tifffile
 from numpy.typing import NDArray
 
-from inference.errors import SlideChanged, SourceUnavailable, TileReadError, UnreadableSlide
-from inference.slides._refusal import (
-    FileState,
-    raise_if_lost,
-    reason_of,
-    require_regular_file,
-    require_whole,
-    why_unreadable,
-)
-from inference.slides._tiff_levels import TiffLevel, tiff_level
-from inference.slides._tiff_refusal import MAX_PX, MAX_SIDE_PX, MAX_TILE_PX, refused_pixels
+from inference.slides.pixels import block_mean, composite, edge_padded, reduce_area
 
 MAX_REGION_PIXELS = 1 << 26
 """Largest region of one read; larger requests are a mistake of the caller."""
 
-_OPENSLIDE_CACHE, _MAX_CACHE = 32 << 20, 256 << 20  # decoded bytes
+BAND_PIXELS = 1 << 22
+"""Level pixels that a reduction holds at a time; 16 MiB as RGBA."""
+
+_BLOCK_PX = (2048, 512)  # level pixels of a supertile, at least: wide, since tiles are read row by row
+_MAX_BLOCK_PX = 1 << 22
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Pixels:
+    """A rectangle of a level as models see it.
+
+    Attributes:
+        rgb: uint8 (H, W, 3), composited on the slide's background.
+        missing: float32 (H, W), share of each pixel that the slide has no pixels for; None where it misses nothing.
+    """
+
+    rgb: NDArray[np.uint8]
+    missing: NDArray[np.float32] | None = None
+
+    def cut(self, x: int, y: int, width: int, height: int) -> "Pixels":
+        """A view of a part."""
+        here = slice(y, y + height), slice(x, x + width)
+        return Pixels(self.rgb[here], None if self.missing is None else self.missing[here])
 
 
 class SlideReader(Protocol):
@@ -38,15 +44,19 @@ class SlideReader(Protocol):
         mpp: µm per level-0 pixel as the slide states them, or None; not checked for sense.
         objective_power: magnification as the slide states it, or None.
         background: RGB behind transparent pixels.
-        kind: the reader's name, for provenance.
+        icc_profile: the ICC profile of level 0, or None.
+        kind: the reader's name and versions, for provenance.
+        reason: why this reader was chosen, in plain words.
     """
 
     level_sizes: tuple[tuple[int, int], ...]
     mpp: tuple[float, float] | None
     objective_power: float | None
     background: tuple[int, int, int]
+    icc_profile: bytes | None
     vendor: str
     kind: str
+    reason: str
     quickhash: str | None
 
     def read_region(self, level: int, x: int, y: int, width: int, height: int) -> NDArray[np.uint8]:
@@ -61,6 +71,21 @@ class SlideReader(Protocol):
         """
         ...
 
+    def read_reduced(self, level: int, reduction: int, x: int, y: int, width: int, height: int) -> Pixels:
+        """A rectangle of a level reduced by 1, 2, 4 or 8, in pixels of the reduced level, which it must not leave.
+
+        The reduction is the area mean, or the decoder's own of that size; a last row or column that reaches beyond the
+        level is the mean of what there is.
+
+        Raises:
+            As `read_region`.
+        """
+        ...
+
+    def block_size(self, level: int, reduction: int) -> tuple[int, int]:
+        """Width and height, in reduced pixels, of the blocks from (0, 0) that are best read whole and once."""
+        ...
+
     def stored_tile(self, level: int) -> tuple[int, int]:
         """Width and height of the compressed tiles of a level."""
         ...
@@ -70,78 +95,51 @@ class SlideReader(Protocol):
     def __exit__(self, *exc: object) -> None: ...
 
 
-class OpenSlideReader:
-    """Reads through OpenSlide, whose handles fail for good after one damaged tile: such a handle is dropped.
+class RegionReader:
+    """What a reader that only knows `read_region` and `stored_tile` needs to be a `SlideReader`."""
 
-    A handle serves one read at a time, so there are as many as reads that ran at once. Levels of plain tiled TIFFs
-    that OpenSlide would interpolate (see `_tiff_levels`) are decoded tile by tile instead.
-
-    OpenSlide opens a slide's files by name with every read, and would wait for ever on a pipe. So before every read,
-    and after one that failed, they must be the regular files that they were. A pipe that takes the place of a file in
-    the microseconds between that look and OpenSlide's own still hangs the thread that reads.
-    """
-
-    def __init__(self, path: Path, name: str, files: Sequence[Path] = ()) -> None:
-        self._path, self._name, self._files = path, name, tuple(files) or (path,)
-        self._lock = threading.Lock()
-        self._free: list[openslide.OpenSlide] = []
-        self._closed = False
-        self._cache: openslide.OpenSlideCache | None = None
-        self._tiff_levels: dict[int, TiffLevel | None] = {}
-        self._state = self._state_now()
-        claims = [require_whole(file, name) for file in self._files]
-        with self._handle() as handle:
-            self.level_sizes: tuple[tuple[int, int], ...] = tuple((int(w), int(h)) for w, h in handle.level_dimensions)
-            # OpenSlide addresses every level in level-0 pixels and divides by this one number for x and y.
-            self._downsamples = tuple(float(d) for d in handle.level_downsamples)
-            properties = handle.properties
-            self.vendor = str(properties.get(openslide.PROPERTY_NAME_VENDOR, "unknown"))
-            self.quickhash: str | None = properties.get(openslide.PROPERTY_NAME_QUICKHASH1)
-            self.mpp = _pair_of_floats(properties, openslide.PROPERTY_NAME_MPP_X, openslide.PROPERTY_NAME_MPP_Y)
-            self.objective_power = _float(properties.get(openslide.PROPERTY_NAME_OBJECTIVE_POWER))
-            self.background = _colour(properties.get(openslide.PROPERTY_NAME_BACKGROUND_COLOR))
-            self._tiles = tuple(
-                (
-                    _int(properties.get(f"openslide.level[{k}].tile-width")),
-                    _int(properties.get(f"openslide.level[{k}].tile-height")),
-                )
-                for k in range(len(self.level_sizes))
-            )
-            self._require_possible_sizes()
-            self._cache = _cache_for(self._tiles)
-            if self._cache:
-                handle.set_cache(self._cache)
-            if claims[0] and (problem := refused_pixels(claims[0], self.vendor)):
-                raise UnreadableSlide(f"{name}: {problem}")
-        exact = any(self._interpolated(level) for level in range(len(self.level_sizes)))
-        self.kind = f"openslide {openslide.__library_version__}" + f", tifffile {tifffile.__version__}" * exact
+    level_sizes: tuple[tuple[int, int], ...]
+    background: tuple[int, int, int]
 
     def read_region(self, level: int, x: int, y: int, width: int, height: int) -> NDArray[np.uint8]:
         """See `SlideReader.read_region`."""
-        if self._closed:
-            raise ValueError(f"{self._name}: the slide is closed")
-        if not 0 <= level < len(self.level_sizes) or width < 1 or height < 1 or width * height > MAX_REGION_PIXELS:
-            raise ValueError(f"{self._name}: cannot read {width} x {height} pixels of level {level}")
-        if not (-width < x < self.level_sizes[level][0] and -height < y < self.level_sizes[level][1]):
-            raise ValueError(f"{self._name}: ({x}, {y}) lies outside level {level}")
-        if tiff := self._tiff_level(level):
-            self._require_unchanged()
-            # What is missing or damaged there is OpenSlide's to judge: it may fill it in from another level.
-            with contextlib.suppress(ValueError, OSError):
-                return tiff.read(x, y, width, height)
-        return self._read(level, x, y, width, height)
+        raise NotImplementedError
 
     def stored_tile(self, level: int) -> tuple[int, int]:
-        """See `SlideReader.stored_tile`; 256 where the format does not say."""
-        width, height = self._tiles[level]
-        return width or 256, height or 256
+        """See `SlideReader.stored_tile`."""
+        raise NotImplementedError
 
     def close(self) -> None:
-        """Close every handle, those in use when their read ends; idempotent."""
-        with self._lock:
-            self._closed, handles, self._free = True, self._free, []
-        for handle in handles:
-            handle.close()
+        """Let go of what the reader holds; idempotent."""
+        raise NotImplementedError
+
+    def read_reduced(self, level: int, reduction: int, x: int, y: int, width: int, height: int) -> Pixels:
+        """See `SlideReader.read_reduced`. Read in bands, so that a far too fine level costs time and not memory."""
+        r = reduction
+        right, bottom = self.level_sizes[level]
+        band = max(1, BAND_PIXELS // (width * r * r))
+        rgb = np.empty((height, width, 3), np.uint8)
+        missing: NDArray[np.float32] | None = None
+        for top in range(0, height, band):
+            rows = min(band, height - top)
+            w, h = min(width * r, right - x * r), min(rows * r, bottom - (y + top) * r)
+            rgba = self.read_region(level, x * r, (y + top) * r, w, h)
+            part = pixels_of(rgba, self.background, r)
+            rgb[top : top + rows] = part.rgb
+            if part.missing is not None:
+                missing = np.zeros((height, width), np.float32) if missing is None else missing
+                missing[top : top + rows] = part.missing
+        return Pixels(rgb, missing)
+
+    def block_size(self, level: int, reduction: int) -> tuple[int, int]:
+        """See `SlideReader.block_size`: supertiles of many stored tiles, since every read has a cost of its own."""
+        width, height = (
+            _supertile(stored, least, reduction, whole)
+            for stored, least, whole in zip(self.stored_tile(level), _BLOCK_PX, self.level_sizes[level], strict=True)
+        )
+        while width * height > _MAX_BLOCK_PX and width > reduction:  # the stored tiles are very large
+            width = -(-width // (2 * reduction)) * reduction
+        return width // reduction, max(1, height // reduction)
 
     def __enter__(self) -> Self:
         return self
@@ -149,151 +147,32 @@ class OpenSlideReader:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _read(self, level: int, x: int, y: int, width: int, height: int) -> NDArray[np.uint8]:
-        down = self._downsamples[level]
-        origin, size = (round(x * down), round(y * down)), (width, height)
-        try:
-            return self._read_once(origin, level, size)
-        except openslide.OpenSlideError:  # a passing fault of the disk is no damage: once more, with another handle
-            try:
-                return self._read_once(origin, level, size)
-            except openslide.OpenSlideError as error:
-                raise_if_lost(error, self._name)
-                self._require_unchanged()
-                raise TileReadError(f"level {level} cannot be decoded here: {reason_of(error, self._path)}") from None
 
-    def _read_once(self, origin: tuple[int, int], level: int, size: tuple[int, int]) -> NDArray[np.uint8]:
-        with self._handle() as handle:
-            self._require_unchanged()
-            return np.asarray(handle.read_region(origin, level, size), dtype=np.uint8)
-
-    @contextmanager
-    def _handle(self) -> Iterator[openslide.OpenSlide]:
-        """One handle for one read; dropped unless the read goes well."""
-        with self._lock:
-            if self._closed:
-                raise ValueError(f"{self._name}: the slide is closed")
-            handle = self._free.pop() if self._free else None
-        handle = handle or self._open()
-        try:
-            yield handle
-        except BaseException:
-            handle.close()
-            raise
-        self._give_back(handle)
-
-    def _give_back(self, handle: openslide.OpenSlide) -> None:
-        with self._lock:
-            if not self._closed:
-                self._free.append(handle)
-                return
-        handle.close()
-
-    def _open(self) -> openslide.OpenSlide:
-        self._require_unchanged()
-        try:
-            handle = openslide.OpenSlide(self._path)
-            if self._cache:
-                handle.set_cache(self._cache)
-            return handle
-        except (openslide.OpenSlideError, OSError, ValueError) as error:
-            raise_if_lost(error, self._name)
-            self._require_unchanged()
-            raise UnreadableSlide(f"{self._name}: {why_unreadable(self._path, self._name, error)}") from None
-
-    def _state_now(self) -> tuple[FileState, ...]:
-        return tuple(require_regular_file(file, self._name) for file in self._files)
-
-    def _require_unchanged(self) -> None:
-        if self._state_now() != self._state:
-            raise SlideChanged(f"{self._name}: the file changed while it was being read; run again when it is complete")
-
-    def _require_possible_sizes(self) -> None:
-        """Before anything is read: GLib ends the process where it gets no memory for a tile."""
-        what = "its header is damaged; copy it again"
-        # A small level of a Hamamatsu slide may be a single JPEG.
-        tile_limit = MAX_REGION_PIXELS if self.vendor == "hamamatsu" else MAX_TILE_PX
-        for (width, height), (tile_w, tile_h) in zip(self.level_sizes, self._tiles, strict=True):
-            if not (0 < width <= MAX_SIDE_PX and 0 < height <= MAX_SIDE_PX) or width * height > MAX_PX:
-                raise UnreadableSlide(
-                    f"{self._name}: claims to be {width} x {height} pixels, which no slide is: {what}"
-                )
-            if tile_w * tile_h > tile_limit:
-                raise UnreadableSlide(
-                    f"{self._name}: claims compressed tiles of {tile_w} x {tile_h} pixels, too many to read: convert "
-                    "it with smaller tiles"
-                )
-
-    def _interpolated(self, level: int) -> bool:
-        """Whether OpenSlide would interpolate a level that can be read another way."""
-        return self.vendor in ("aperio", "generic-tiff") and not self._downsamples[level].is_integer()
-
-    def _tiff_level(self, level: int) -> TiffLevel | None:
-        if not self._interpolated(level):
-            return None
-        with self._lock:
-            if level in self._tiff_levels:
-                return self._tiff_levels[level]
-        try:
-            found = tiff_level(self._path, self.level_sizes[level])
-        except OSError as error:
-            raise SourceUnavailable(f"{self._name}: the file cannot be read: {error.strerror}") from None
-        if found is not None and not self._agrees(found, level):
-            found = None
-        with self._lock:
-            return self._tiff_levels.setdefault(level, found)
-
-    def _agrees(self, found: TiffLevel, level: int) -> bool:
-        """Whether both readers see the same in the corner, where OpenSlide does not interpolate."""
-        width, height = (min(512, side) for side in self.level_sizes[level])
-        try:
-            return np.array_equal(found.read(0, 0, width, height), self._read(level, 0, 0, width, height))
-        except (ValueError, OSError, TileReadError):
-            return True  # damaged there: nothing to compare, and no reason to read the rest less exactly
+def pixels_of(rgba: NDArray[np.uint8], background: tuple[int, int, int], reduction: int) -> Pixels:
+    """RGBA of a level as `Pixels` of the reduced level, by the area mean."""
+    rgb = edge_padded(composite(rgba, background), reduction)
+    absent = rgba[..., 3] == 0
+    if not absent.any():
+        return Pixels(reduce_area(rgb, reduction))
+    share = block_mean(edge_padded(absent.astype(np.float32), reduction), reduction)
+    return Pixels(reduce_area(rgb, reduction), share)
 
 
-def open_slide(path: Path, name: str, files: Sequence[Path] = ()) -> SlideReader:
-    """Open a slide with the reader that fits it.
+def _supertile(stored: int, least: int, reduction: int, whole: int) -> int:
+    """Level pixels of a block along one axis: whole stored tiles, a multiple of the reduction, at least some."""
+    wanted = min(least, -(-whole // stored) * stored)
+    side = -(-wanted // stored) * stored
+    return -(-side // reduction) * reduction
 
-    Args:
-        path: the slide's main file.
-        name: what messages call it.
-        files: all its files, the main one first, where there are several; each is watched for changes.
+
+def require_region(reader: RegionReader, name: str, level: int, x: int, y: int, width: int, height: int) -> None:
+    """Refuse what no reader can read.
 
     Raises:
-        UnreadableSlide: not a slide, or damaged beyond opening, truncated, or its pixels would be read wrong.
-        SlideChanged: it was replaced meanwhile.
-        SourceUnavailable: its folder cannot be reached.
+        ValueError: no such level, no pixels, too many, or none of them in the level.
     """
-    return OpenSlideReader(path, name, files)
-
-
-def _cache_for(tiles: Sequence[tuple[int, int]]) -> openslide.OpenSlideCache | None:
-    """Room for two tiles, where OpenSlide's own cache would decode one anew for every read."""
-    tile_bytes = 4 * max(width * height for width, height in tiles)
-    return openslide.OpenSlideCache(2 * tile_bytes) if _OPENSLIDE_CACHE < 2 * tile_bytes <= _MAX_CACHE else None
-
-
-def _colour(text: str | None) -> tuple[int, int, int]:
-    """RGB of a hexadecimal colour; white where there is none."""
-    try:
-        value = bytes.fromhex(text or "ffffff")
-    except ValueError:
-        value = b""
-    return (value[0], value[1], value[2]) if len(value) == 3 else (255, 255, 255)
-
-
-def _float(text: str | None) -> float | None:
-    try:
-        return float(text) if text is not None else None
-    except ValueError:
-        return None
-
-
-def _int(text: str | None) -> int:
-    return int(text) if text is not None and text.isdigit() else 0
-
-
-def _pair_of_floats(properties: openslide._PropertyMap, x: str, y: str) -> tuple[float, float] | None:
-    pair = (_float(properties.get(x)), _float(properties.get(y)))
-    return (pair[0], pair[1]) if pair[0] is not None and pair[1] is not None else None
+    sizes = reader.level_sizes
+    if not 0 <= level < len(sizes) or width < 1 or height < 1 or width * height > MAX_REGION_PIXELS:
+        raise ValueError(f"{name}: cannot read {width} x {height} pixels of level {level}")
+    if not (-width < x < sizes[level][0] and -height < y < sizes[level][1]):
+        raise ValueError(f"{name}: ({x}, {y}) lies outside level {level}")

@@ -3,13 +3,13 @@
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 import tifffile
 from numpy.typing import NDArray
 
 from inference.errors import TileReadError
+from inference.slides.reader import RegionReader
 
 Pixels = NDArray[np.uint8]
 Size = tuple[int, int]
@@ -19,12 +19,13 @@ Rectangle = tuple[float, float, float, float]
 """x, y, width and height in level-0 pixels."""
 
 
-class ArrayReader:
+class ArrayReader(RegionReader):
     """A slide in memory, of RGB or RGBA levels; `damaged` tiles (level, row, column) do not decode."""
 
-    vendor, kind = "memory", "array"
+    vendor, kind, reason = "memory", "array", "its pixels are in memory"
     quickhash: str | None = None
     objective_power: float | None = None
+    icc_profile: bytes | None = None
 
     def __init__(
         self,
@@ -61,12 +62,6 @@ class ArrayReader:
 
     def close(self) -> None:
         """Nothing to close."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 def write_pyramid(

@@ -10,7 +10,7 @@ from PIL import Image
 
 from inference.errors import UnreadableSlide
 from inference.slides.discovery import discover
-from inference.slides.reader import open_slide
+from inference.slides.opening import open_slide
 
 SIDE, ACROSS, DOWN = 64, 4, 3
 ID = "0123456789ABCDEF0123456789ABCDEF"

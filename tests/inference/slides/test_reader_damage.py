@@ -12,7 +12,8 @@ import pytest
 import tifffile
 
 from inference.errors import SourceUnavailable, TileReadError, UnreadableSlide
-from inference.slides.reader import SlideReader, open_slide
+from inference.slides.opening import open_slide
+from inference.slides.reader import SlideReader
 from tests.inference.slides.conftest import OpenHandles
 from tests.inference.slides.synthetic import Size, noise, write_pyramid
 

@@ -8,7 +8,7 @@ import pytest
 import tifffile
 
 from inference.errors import UnreadableSlide
-from inference.slides.reader import open_slide
+from inference.slides.opening import open_slide
 from tests.inference.slides.synthetic import Pixels, coordinates, noise, write_pyramid
 from tests.inference.slides.test_reader_refusals import tiff_header
 

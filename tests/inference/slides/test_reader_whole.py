@@ -12,7 +12,7 @@ import tifffile
 from inference.errors import SlideChanged, UnreadableSlide
 from inference.slides._dicom_length import truncated_dicom
 from inference.slides._tiff_tables import read_claims
-from inference.slides.reader import open_slide
+from inference.slides.opening import open_slide
 from tests.inference.slides.synthetic import coordinates, write_pyramid
 
 WHOLE = [

@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 
 from inference.errors import TileReadError
 from inference.slides.grid import TileGrid
+from inference.slides.opening import open_slide
 from inference.slides.pixels import reduce_area
-from inference.slides.reader import SlideReader, open_slide
+from inference.slides.reader import BAND_PIXELS, SlideReader
 from inference.slides.resolution import ReadPlan, plan_reading
-from inference.slides.sampling import BAND_PIXELS, TileSampler, make_grid
+from inference.slides.sampling import SampledTile, TileSampler, make_grid
 from tests.inference.slides.synthetic import (
     ArrayReader,
     Rectangle,
@@ -37,10 +38,13 @@ class Cut:
     grid: TileGrid
     plan: ReadPlan
 
+    def read(self, row: int, col: int) -> SampledTile:
+        return self.sampler.read(row * self.grid.n_cols + col)
+
     def mosaic(self) -> NDArray[np.uint8]:
         """All tiles side by side."""
         rows = [
-            np.concatenate([self.sampler.read(row, col).rgb for col in range(self.grid.n_cols)], axis=1)
+            np.concatenate([self.read(row, col).rgb for col in range(self.grid.n_cols)], axis=1)
             for row in range(self.grid.n_rows)
         ]
         return np.concatenate(rows)
@@ -58,7 +62,7 @@ def _cut(
     assert stated is not None
     plan = plan_reading("S1", reader.level_sizes, stated, target, allow_upsampling=allow_upsampling)
     grid = make_grid(reader.level_sizes[0], stated, plan, tile_px, tile_px)
-    return Cut(TileSampler(reader, plan, grid), grid, plan)
+    return Cut(TileSampler(reader, plan, grid, *grid.cells()), grid, plan)
 
 
 # --- place --------------------------------------------------------------------------------------------------
@@ -96,7 +100,7 @@ def _found(cut: Cut, near: Rectangle, tile_px: int) -> tuple[float, float]:
         spans.append(range(first, min(count, int((near[axis] + near[axis + 2] + 50) // footprint) + 1)))
         pixels.append(footprint / tile_px)
     cols, rows = spans
-    tiles = [np.concatenate([cut.sampler.read(row, col).rgb for col in cols], axis=1) for row in rows]
+    tiles = [np.concatenate([cut.read(row, col).rgb for col in cols], axis=1) for row in rows]
     ink = 255.0 - np.concatenate(tiles)[..., 0]
     x = (np.arange(ink.shape[1]) + cols.start * tile_px + 0.5) * pixels[0]
     y = (np.arange(ink.shape[0]) + rows.start * tile_px + 0.5) * pixels[1]
@@ -152,7 +156,7 @@ def test_the_coordinates_of_a_tile_are_those_of_its_pixels() -> None:
         for row, col in ((0, 0), (1, 2), (cut.grid.n_rows - 1, cut.grid.n_cols - 1)):
             x = cut.grid.origins(np.array([col]), 0)[0] / cut.plan.downsample[0]
             y = cut.grid.origins(np.array([row]), 1)[0] / cut.plan.downsample[1]
-            corner = cut.sampler.read(row, col).rgb[0, 0]
+            corner = cut.read(row, col).rgb[0, 0]
             assert corner[0] == round(x) % 251
             assert corner[1] == round(y) % 241
             assert abs(x - round(x)) <= 0.5
@@ -224,7 +228,7 @@ def test_an_area_resampled_tile_is_the_exact_mean_under_each_pixel(
     reduced = reduce_area(padded, reduction)
     pixel = [Fraction(target) / Fraction(m) / reduction for m in mpp]
     for row, col in ((0, 0), (1, 2), (cut.grid.n_rows - 1, cut.grid.n_cols - 1)):
-        tile = cut.sampler.read(row, col).rgb
+        tile = cut.read(row, col).rgb
         for i, j in ((0, 0), (3, 11), (15, 15)):
             x, y = (col * 16 + j) * pixel[0], (row * 16 + i) * pixel[1]
             exact = _area_mean(reduced, (x, y, x + pixel[0], y + pixel[1]))
@@ -248,7 +252,7 @@ def test_a_white_slide_stays_white_to_its_last_pixel(target: float) -> None:
     for tile_px in (16, 31):
         cut = _cut(white, target, tile_px=tile_px)
         for row, col in ((0, 0), (cut.grid.n_rows - 1, cut.grid.n_cols - 1)):
-            tile = cut.sampler.read(row, col)
+            tile = cut.read(row, col)
             assert (tile.rgb == 200).all()
             assert tile.missing_fraction == 0
 
@@ -257,7 +261,7 @@ def test_a_slide_smaller_than_a_tile_has_no_tiles() -> None:
     assert _cut(ArrayReader([noise((63, 500))]), 0.5).grid.n_cols == 0
     cut = _cut(ArrayReader([noise((64, 64))]), 0.5)
     assert (cut.grid.n_rows, cut.grid.n_cols) == (1, 1)
-    assert np.array_equal(cut.sampler.read(0, 0).rgb, noise((64, 64)))
+    assert np.array_equal(cut.read(0, 0).rgb, noise((64, 64)))
 
 
 def test_a_far_too_fine_level_is_read_in_bands_of_bounded_size() -> None:
@@ -266,7 +270,7 @@ def test_a_far_too_fine_level_is_read_in_bands_of_bounded_size() -> None:
     reader = ArrayReader([image], mpp=(0.5, 0.5))
     cut = _cut(reader, 32.0)
     assert (cut.plan.reduction, cut.plan.resample) == (8, "area")
-    tile = cut.sampler.read(0, 0).rgb
+    tile = cut.read(0, 0).rgb
     assert np.array_equal(tile, noise((80, 64))[:64, :64])
     assert len(reader.requests) > 1
     assert max(width * height for *_, width, height in reader.requests) <= BAND_PIXELS
@@ -281,27 +285,27 @@ def test_transparent_pixels_take_the_background_once_and_are_counted() -> None:
     rgba[:, :16, 3] = 0
     rgba[:, 16:32, 3] = 102
     cut = _cut(ArrayReader([rgba], background=(10, 20, 250)), 0.5)
-    tile = cut.sampler.read(0, 0)
+    tile = cut.read(0, 0)
     assert tile.missing_fraction == 0.25
     assert (tile.rgb[:, :16] == (10, 20, 250)).all()
     half = rgba[:64, 16:32, :3].astype(float) * 0.4 + np.array([10, 20, 250]) * 0.6
     assert np.abs(tile.rgb[:, 16:32] - half).max() <= 0.501
     assert np.array_equal(tile.rgb[:, 32:], rgba[:64, 32:64, :3])
-    assert cut.sampler.read(0, 1).missing_fraction == 0
+    assert cut.read(0, 1).missing_fraction == 0
 
 
 def test_missing_pixels_are_composited_before_they_are_averaged() -> None:
     """Black under alpha 0 must not darken its neighbours in a reduction."""
     rgba = np.full((256, 256, 4), 255, np.uint8)
     rgba[::2, ::2] = 0
-    tile = _cut(ArrayReader([rgba], mpp=(0.25, 0.25)), 0.5).sampler.read(0, 0)
+    tile = _cut(ArrayReader([rgba], mpp=(0.25, 0.25)), 0.5).read(0, 0)
     assert (tile.rgb == 255).all()
     assert tile.missing_fraction == 0.25
 
 
 def test_a_tile_on_damage_raises_and_its_neighbours_do_not() -> None:
     reader = ArrayReader([noise((512, 256))], tile=64, damaged=[(0, 1, 2)])
-    sampler = _cut(reader, 0.5).sampler
+    sampler = _cut(reader, 0.5)
     with pytest.raises(TileReadError) as raised:
         sampler.read(1, 2)
     assert raised.value.code == "read_error"
@@ -319,7 +323,7 @@ def _tiles(path: Path, threads: int) -> dict[tuple[int, int], NDArray[np.uint8] 
 
     def read(cell: tuple[int, int]) -> NDArray[np.uint8] | TileReadError:
         try:
-            return cut.sampler.read(*cell).rgb
+            return cut.read(*cell).rgb
         except TileReadError as error:
             return error
 
@@ -363,13 +367,13 @@ def test_an_empty_compressed_tile_is_missing_and_not_black(shared_data: Path) ->
         shares = {}
         for row in range(cut.grid.n_rows):
             for col in range(cut.grid.n_cols):
-                tile = cut.sampler.read(row, col)
+                tile = cut.read(row, col)
                 if tile.missing_fraction:
                     shares[row, col] = round(tile.missing_fraction, 4)
                 else:
-                    assert np.array_equal(tile.rgb, truth.sampler.read(row, col).rgb)
+                    assert np.array_equal(tile.rgb, truth.read(row, col).rgb)
         # The compressed tile covers x 1680-1919 and y 1200-1439; the tiles begin at multiples of 224.
         assert shares == {(5, 7): 0.3214, (5, 8): 0.3673, (6, 7): 0.2143, (6, 8): 0.2449}
-        corner = cut.sampler.read(5, 7).rgb
+        corner = cut.read(5, 7).rgb
         assert (corner[80:, 112:] == 255).all()
         assert corner[:80].mean() < 250
