@@ -28,11 +28,14 @@ from inference.engine.model import require_usable
 from inference.engine.report import write_cohort_report
 from inference.engine.run import find_slides
 from inference.engine.settings import Settings, Stage
+from inference.engine.tissue_model import require_usable_tissue_model
 from inference.errors import ArtifactRefused, Broken, CallerError, ConfigError, InferenceError, StoreError, StoreFull
 from inference.interrupts import Interrupted, StopRequest
 from inference.models.registry import resolve_model
 from inference.serving.command import serve
 from inference.slides.discovery import Inventory, printable
+from inference.slides.grid import EdgePolicy
+from inference.slides.roi import check_rois
 from inference.store.store import Store
 
 OK, FAILED, BAD_USAGE = 0, 1, 2
@@ -49,6 +52,12 @@ MAX_NAME_WIDTH = 48
 
 OUT_HELP = "Folder for results; finished ones are reused, report.html shows all."
 MPP_HELP = "Level-0 µm/px, used only for slides that state none; a cohort file's mpp column overrides both."
+TISSUE_MODEL_HELP = "Segmentation model that finds the tissue, path or name; by colours if not given."
+EDGE_HELP = "A slide's rest where no whole tile fits: dropped, padded, or covered by tiles shifted back to the edge."
+ROI_HELP = (
+    "Region to run: GeoJSON (QuPath) in level-0 pixels or a mask image, or a folder with one for each slide, named "
+    "after it or its key; a cohort file's roi column overrides it."
+)
 
 app = typer.Typer(
     name="slide-inference",
@@ -78,7 +87,9 @@ def _root(
 
 @app.command()
 def run(
-    slides: Annotated[list[str], typer.Argument(help="Slides, folders, globs or a cohort file (.csv, .parquet).")],
+    slides: Annotated[
+        list[str], typer.Argument(help="Slides, folders, globs or a cohort file (.csv, .parquet); s3:// URLs too.")
+    ],
     model: Annotated[list[str], typer.Option(help="Path of a checkpoint (.pt2, .onnx), or a name such as demo.")],
     out: Annotated[Path, typer.Option(parser=named_path, metavar="PATH", help=OUT_HELP)],
     mpp: Annotated[float | None, typer.Option(help=MPP_HELP)] = None,
@@ -86,9 +97,14 @@ def run(
         bool, typer.Option("--allow-upsampling", help="Also run slides coarser than the model needs.")
     ] = False,
     min_tissue: Annotated[float, typer.Option(help="Share of a tile that must be tissue, 0 to 1.")] = 0.01,
+    max_pen: Annotated[float | None, typer.Option(help="Share of a tile that may be ink of a pen, 0 to 1.")] = None,
+    tissue_model: Annotated[str | None, typer.Option(help=TISSUE_MODEL_HELP)] = None,
+    stride: Annotated[int | None, typer.Option(help="Model pixels between tiles; the model's own by default.")] = None,
+    edge: Annotated[EdgePolicy, typer.Option(help=EDGE_HELP)] = "drop",
+    roi: Annotated[Path | None, typer.Option(parser=named_path, metavar="PATH", help=ROI_HELP)] = None,
     batch_size: Annotated[int, typer.Option(help="Tiles per forward pass.")] = 64,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")] = "cpu",
-    root: Annotated[Path | None, typer.Option(help="Folder that slide keys are relative to.")] = None,
+    root: Annotated[str | None, typer.Option(help="Folder or URL that slide keys are relative to.")] = None,
 ) -> None:
     """Tile, embed, predict, aggregate and draw every slide.
 
@@ -97,8 +113,9 @@ def run(
     kept.
     """
     settings = Settings(
-        mpp=mpp, allow_upsampling=allow_upsampling, min_tissue=min_tissue, batch_size=batch_size, device=device
-    )
+        mpp=mpp, allow_upsampling=allow_upsampling, min_tissue=min_tissue, batch_size=batch_size, device=device,
+        stride_px=stride, edge=edge, roi=roi, max_pen=max_pen, tissue_model=tissue_model,
+    )  # fmt: skip
     if len(model) > 1:
         raise ConfigError("--model is given twice: run one model after the other, into the same --out")
     tally, stop = _Tally(), StopRequest()
@@ -137,12 +154,14 @@ class _Tally:
 
 
 def _run(
-    sources: list[str], root: Path | None, model: str, out: Path, settings: Settings, tally: _Tally, stop: StopRequest
+    sources: list[str], root: str | None, model: str, out: Path, settings: Settings, tally: _Tally, stop: StopRequest
 ) -> None:
     # Slides and model are looked at before anything is created.
     inventory = find_slides(sources, root=root)
     checkpoint = resolve_model(model)
     require_usable(checkpoint, settings)
+    require_usable_tissue_model(settings)
+    check_rois(inventory.slides, settings.roi)
     with Chain(_open_store(out), [checkpoint], settings) as chain:
         write_inventory(chain.store, inventory.slides, keep=True)
         tally.slides = len(inventory.slides)

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import cast
 
 import dagster as dg
 from pydantic import PrivateAttr
@@ -11,8 +12,10 @@ from inference.engine.inventory import read_inventory, write_inventory
 from inference.engine.run import find_slides
 from inference.engine.settings import Settings
 from inference.errors import ConfigError
-from inference.slides.discovery import Inventory, SlideRef
+from inference.slides.discovery import Inventory, SlideRef, split_sources
+from inference.slides.grid import EdgePolicy
 from inference.slides.resolution import parse_mpp
+from inference.slides.roi import check_rois
 from inference.store.store import Store
 from pipelines.model_files import pipeline_models
 
@@ -22,8 +25,13 @@ class SlideInference(dg.ConfigurableResource["SlideInference"]):
 
     Attributes:
         store: folder of results; `SLIDE_STORE`, else `out/store`.
-        source: slide, folder, glob or cohort file; `SLIDE_SOURCE`. Several are separated as in `PATH`.
+        source: slide, folder, glob, cohort file or URL; `SLIDE_SOURCE`. Several are separated as in `PATH`.
         mpp: level-0 µm/px for slides that state none; `SLIDE_MPP`.
+        max_pen: share of a tile that may be ink of a pen; 1 for any.
+        tissue_model: segmentation model that finds the tissue, path or name; empty for by colours.
+        stride_px: pixels between tiles; 0 for what each model's spec says.
+        edge: drop, pad or shift: a slide's rest where no whole tile fits.
+        roi: region of interest: a file, or a folder with one for each slide.
     """
 
     store: str = ""
@@ -33,6 +41,11 @@ class SlideInference(dg.ConfigurableResource["SlideInference"]):
     batch_size: int = 64
     device: str = "cpu"
     min_tissue: float = 0.01
+    max_pen: float = 1.0
+    tissue_model: str = ""
+    stride_px: int = 0
+    edge: str = "drop"
+    roi: str = ""
     max_failed_tiles: int = 16
     max_failed_share: float = 0.05
     lock_wait_s: float = 600.0
@@ -62,6 +75,11 @@ class SlideInference(dg.ConfigurableResource["SlideInference"]):
             mpp=self.mpp if self.mpp is not None else _mpp_of_environment(),
             allow_upsampling=self.allow_upsampling,
             min_tissue=self.min_tissue,
+            max_pen=self.max_pen if self.max_pen != 1 else None,
+            tissue_model=self.tissue_model or None,
+            stride_px=self.stride_px or None,
+            edge=cast("EdgePolicy", self.edge),  # which checks it
+            roi=Path(self.roi) if self.roi else None,
             batch_size=self.batch_size,
             device=self.device,
             max_failed_tiles=self.max_failed_tiles,
@@ -77,9 +95,10 @@ class SlideInference(dg.ConfigurableResource["SlideInference"]):
         """
         source = self.source or os.environ.get("SLIDE_SOURCE") or ""
         if not source:
-            raise ConfigError("no source of slides: set SLIDE_SOURCE to a folder, slide, glob or cohort file")
-        sources = [source] if Path(source).exists() else source.split(os.pathsep)
+            raise ConfigError("no source of slides: set SLIDE_SOURCE to a folder, slide, glob, cohort file or URL")
+        sources = [source] if Path(source).exists() else split_sources(source, os.pathsep)
         inventory = find_slides(sources)
+        check_rois(inventory.slides, Path(self.roi) if self.roi else None)
         write_inventory(self.opened_store, inventory.slides)
         return inventory
 

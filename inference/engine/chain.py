@@ -15,6 +15,7 @@ from inference.engine.recipes import Addresses
 from inference.engine.settings import STAGES, Settings, Stage
 from inference.engine.summarise import draw_heatmap, pool_features, summarise_predictions
 from inference.engine.survey import plan_tiles, survey_slide
+from inference.engine.tissue_model import find_tissue_model
 from inference.errors import Broken, DamagedResult, InferenceError, Overloaded, PartitionBusy, WithdrawnResult
 from inference.models.registry import Checkpoint
 from inference.models.spec import HeatmapSpec, ModelSpec
@@ -70,6 +71,7 @@ class Chain:
     ) -> None:
         self.store, self.settings = store, settings
         self.models = tuple(EngineModel(checkpoint, settings) for checkpoint in checkpoints)
+        self.tissue_model = find_tissue_model(settings)
         self._heatmaps = heatmaps or {}
 
     def run(
@@ -91,7 +93,7 @@ class Chain:
         """Process one slide; see `run`."""
         results: list[StageResult] = []
         try:
-            with SlideJob(ref, self.store, self.settings, progress or _silent) as job:
+            with SlideJob(ref, self.store, self.settings, progress or _silent, self.tissue_model) as job:
                 self._run_steps(job, stages, results)
         except DamagedResult as error:
             return self._failed(ref, results, error)
@@ -106,8 +108,9 @@ class Chain:
 
     def close(self) -> None:
         """Let every model go."""
-        for model in self.models:
-            model.close()
+        for model in (*self.models, self.tissue_model):
+            if model is not None:
+                model.close()
 
     def __enter__(self) -> Self:
         return self
@@ -123,8 +126,9 @@ class Chain:
 
     def addresses(self, key: str) -> Iterator[tuple[EngineModel, Addresses]]:
         """Where each model's results on a slide lie."""
+        tissue = self.tissue_model.manifest if self.tissue_model else None
         for model in self.models:
-            yield model, Addresses(key, model.manifest, self.settings)
+            yield model, Addresses(key, model.manifest, self.settings, tissue)
 
     def _steps(self, job: SlideJob, stages: Collection[Stage]) -> Iterator[Callable[[], StageResult]]:
         """The chosen stages in the order of their needs; what models share comes once."""

@@ -10,8 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from inference.errors import ConfigError, StoreError
+from inference.slides._remote import RemoteFile
 from inference.slides.discovery import SlideRef, printable
 from inference.slides.identity import SlideIdentity, slide_identity
+from inference.slides.objects import local_files
 from inference.store.files import write_atomic
 from inference.store.store import Store
 
@@ -19,6 +21,16 @@ log = logging.getLogger(__name__)
 
 FILE = "cohort.parquet"
 LOCK_WAIT_S = 60.0
+
+_REMOTE = pa.struct(
+    [
+        pa.field("url", pa.binary(), nullable=False),
+        pa.field("name", pa.binary(), nullable=False),
+        pa.field("size", pa.int64(), nullable=False),
+        pa.field("mtime_ns", pa.int64(), nullable=False),
+        pa.field("version", pa.string()),
+    ]
+)
 
 # `path` is for people; the others are the bytes on disk, since names from old systems need not be UTF-8.
 _SCHEMA = pa.schema(
@@ -33,8 +45,13 @@ _SCHEMA = pa.schema(
         pa.field("hidden", pa.bool_(), nullable=False),
         # False for slides of an earlier cohort: their results are still here, so their keys are taken.
         pa.field("listed", pa.bool_(), nullable=False),
+        # Of slides in object stores; what `files` says of them is where they would lie on the host that wrote it.
+        pa.field("remote", pa.list_(_REMOTE)),
+        pa.field("roi", pa.binary()),
     ]
 )
+_ADDED_LATER = ("remote", "roi")
+"""Columns that a table of an older version may lack."""
 
 
 def write_inventory(store: Store, slides: Sequence[SlideRef], *, keep: bool = False) -> Path:
@@ -90,7 +107,7 @@ def _known(store: Store, *, keep: bool) -> dict[str, tuple[SlideRef, bool]]:
 def _read(store: Store) -> dict[str, tuple[SlideRef, bool]]:
     try:
         with pq.ParquetFile(store.root / FILE) as file:
-            rows = file.read(_SCHEMA.names).cast(_SCHEMA).to_pylist()
+            rows = _completed(file.read()).cast(_SCHEMA).to_pylist()
     except (OSError, ValueError, pa.ArrowException) as error:
         raise ConfigError(
             f"{FILE} in the store is damaged or of another version: materialise slide_inventory, or delete the file "
@@ -99,23 +116,48 @@ def _read(store: Store) -> dict[str, tuple[SlideRef, bool]]:
     return {row["slide_key"]: (_ref(row), row["listed"]) for row in rows}
 
 
+def _completed(table: pa.Table) -> pa.Table:
+    """The table with our columns alone; what an older version did not write is empty."""
+    for name in _ADDED_LATER:
+        if name not in table.column_names:
+            field = _SCHEMA.field(name)
+            table = table.append_column(field, pa.nulls(table.num_rows, field.type))
+    return table.select([name for name in _SCHEMA.names if name in table.column_names])
+
+
 def _refuse_stranger(store: Store, ref: SlideRef, earlier: SlideRef) -> None:
     """Refuse a slide whose key has results of another file: its results would silently replace them.
 
     A slide that was moved or copied is the same one: what counts is its content. One that is not there is left to
     fail by itself.
     """
-    if os.path.realpath(ref.path) == os.path.realpath(earlier.path) or not ref.path.is_file():
+    if _place(ref) == _place(earlier) or not (ref.remote or ref.path.is_file()):
         return
     recorded = _recorded(store, ref.key)
     if not recorded:
         return
+    if ref.remote:
+        # Its bytes are not fetched for this: slides of one size may take turns, but neither passes for the other.
+        if any([old.size for old in item.files] == [file.size for file in ref.remote] for item in recorded):
+            return
+        raise _stranger(ref, earlier)
     now = {method: slide_identity(ref, None, method=method).sampled_sha256 for method in {r.method for r in recorded}}
     if any(now[identity.method] == identity.sampled_sha256 for identity in recorded):
         return
-    what = ref.name if ref.hidden else f"{ref.name} in {printable(os.fspath(ref.root))}"
-    whose = "" if ref.hidden else f" ({printable(os.fspath(earlier.path))})"
-    raise ConfigError(
+    raise _stranger(ref, earlier)
+
+
+def _place(ref: SlideRef) -> str:
+    """What a slide's place is called."""
+    return ref.remote[0].url if ref.remote else os.path.realpath(ref.path)
+
+
+def _stranger(ref: SlideRef, earlier: SlideRef) -> ConfigError:
+    root = ref.remote[0].url.removesuffix(ref.relpath) if ref.remote else os.fspath(ref.root)
+    what = ref.name if ref.hidden else f"{ref.name} in {printable(root)}"
+    before = earlier.remote[0].url if earlier.remote else os.fspath(earlier.path)
+    whose = "" if ref.hidden else f" ({printable(before)})"
+    return ConfigError(
         f"{what}: its key {ref.key} has results of another slide{whose} in this store: keys are made of the source "
         "folder's name and the path below it. Use another store, or --root with a folder above both, or a cohort "
         "file with a slide_key for it"
@@ -136,7 +178,7 @@ def _recorded(store: Store, key: str) -> list[SlideIdentity]:
 def _row(ref: SlideRef, *, listed: bool) -> dict[str, Any]:
     return {
         "slide_key": ref.key,
-        "path": printable(os.fspath(ref.path)),
+        "path": printable(ref.remote[0].url if ref.remote else os.fspath(ref.path)),
         "files": [os.fsencode(p) for p in ref.files],
         "root": os.fsencode(ref.root),
         "root_label": os.fsencode(ref.root_label),
@@ -144,11 +186,27 @@ def _row(ref: SlideRef, *, listed: bool) -> dict[str, Any]:
         "mpp": ref.mpp,
         "hidden": ref.hidden,
         "listed": listed,
+        "remote": [_remote_row(file) for file in ref.remote] or None,
+        "roi": None if ref.roi is None else os.fsencode(ref.roi),
+    }
+
+
+def _remote_row(file: RemoteFile) -> dict[str, Any]:
+    return {
+        "url": os.fsencode(file.url),
+        "name": os.fsencode(file.name),
+        "size": file.size,
+        "mtime_ns": file.mtime_ns,
+        "version": file.version,
     }
 
 
 def _ref(row: dict[str, Any]) -> SlideRef:
-    files = tuple(Path(os.fsdecode(name)) for name in row["files"])
+    remote = tuple(
+        RemoteFile(os.fsdecode(r["url"]), os.fsdecode(r["name"]), r["size"], r["mtime_ns"], r["version"])
+        for r in row["remote"] or ()
+    )
+    files = local_files(remote) or tuple(Path(os.fsdecode(name)) for name in row["files"])
     return SlideRef(
         key=row["slide_key"],
         path=files[0],
@@ -158,4 +216,6 @@ def _ref(row: dict[str, Any]) -> SlideRef:
         relpath=os.fsdecode(row["relpath"]),
         mpp=row["mpp"],
         hidden=row["hidden"],
+        remote=remote,
+        roi=None if row["roi"] is None else Path(os.fsdecode(row["roi"])),
     )

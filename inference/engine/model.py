@@ -24,10 +24,11 @@ def require_usable(checkpoint: Checkpoint, settings: Settings) -> None:
     """Refuse a model before anything is created for it; reads the checkpoint once.
 
     Raises:
-        ConfigError: it takes no batches of this size.
+        ConfigError: it takes no batches of this size, or its tile is smaller than the stride.
         ArtifactRefused: it is not what its manifest pins, or not for this machine, torch or device.
     """
     _require_batch(checkpoint, settings)
+    _require_stride(checkpoint, settings)
     check_artifact(checkpoint.path, checkpoint.manifest, settings.device)
 
 
@@ -37,15 +38,22 @@ def _require_batch(checkpoint: Checkpoint, settings: Settings) -> None:
         raise ConfigError(f"{checkpoint.path.name} takes batches of 1 to {most} tiles, not {settings.batch_size}")
 
 
+def _require_stride(checkpoint: Checkpoint, settings: Settings) -> None:
+    side = checkpoint.manifest.spec.tile_spec.size
+    if settings.stride_px is not None and settings.stride_px > side:
+        raise ConfigError(f"a stride of {settings.stride_px} px leaves gaps between tiles of {side} px: give less")
+
+
 class EngineModel:
     """One model and its batch queue; `loads` counts how often the checkpoint was loaded (once, or never).
 
     Raises:
-        ConfigError: it takes no batches of this size.
+        ConfigError: it takes no batches of this size, or its tile is smaller than the stride.
     """
 
     def __init__(self, checkpoint: Checkpoint, settings: Settings) -> None:
         _require_batch(checkpoint, settings)
+        _require_stride(checkpoint, settings)
         self._checkpoint, self._settings = checkpoint, settings
         self._lock = threading.Lock()
         self._loaded: BaseServerModel | None = None

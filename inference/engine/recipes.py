@@ -13,18 +13,20 @@ from inference.slides import overview, tissue
 from inference.store.manifest import recipe_digest
 from inference.store.store import Address
 
-STAGE_VERSION = {"info": 1, "tiles": 1, "predict": 1, "slide": 1, "heatmap": 1}
+STAGE_VERSION = {"info": 1, "tiles": 2, "predict": 1, "slide": 1, "heatmap": 1}
 """Raised by hand whenever a stage's numbers change; a golden test fails when they change and it was not."""
 
 
 class Addresses:
     """Where each result of one model on one slide lies."""
 
-    def __init__(self, key: str, model: ArtifactManifest, settings: Settings) -> None:
+    def __init__(
+        self, key: str, model: ArtifactManifest, settings: Settings, tissue_model: ArtifactManifest | None = None
+    ) -> None:
         spec = model.spec
         self._key = key
         self._info = _recipe("info", mask_mpp=overview.MASK_MPP, thumbnail_px=overview.THUMBNAIL_PX)
-        self._tiles = _recipe("tiles", upstream=self._info, **_tiling(spec, settings))
+        self._tiles = _recipe("tiles", upstream=self._info, **_tiling(spec, settings, tissue_model))
         self._predict = _recipe("predict", upstream=self._tiles, **_model(model))
         self._settings, self._spec = settings, spec
 
@@ -34,7 +36,7 @@ class Addresses:
 
     @property
     def tiles(self) -> Address:
-        return Address("tiles", tiling_name(self._spec), self._tiles, self._key)
+        return Address("tiles", tiling_name(self._spec, self._settings), self._tiles, self._key)
 
     @property
     def predict(self) -> Address:
@@ -57,10 +59,12 @@ class Addresses:
         return Address("slide", f"{self._spec.model_name}-{kind}", recipe, self._key)
 
 
-def tiling_name(spec: ModelSpec) -> str:
+def tiling_name(spec: ModelSpec, settings: Settings | None = None) -> str:
     """A name for people: models with the same tile share its results."""
     tile = spec.tile_spec
-    return f"t{tile.size}-s{tile.stride}-{tile.resolution:g}um"
+    stride = (settings and settings.stride_px) or tile.stride
+    edge = f"-{settings.edge}" if settings and settings.edge != "drop" else ""
+    return f"t{tile.size}-s{stride}-{tile.resolution:g}um{edge}"
 
 
 def execution(model: ArtifactManifest | None, settings: Settings, reader: str) -> dict[str, JsonValue]:
@@ -96,20 +100,25 @@ def _recipe(stage: str, *, upstream: dict[str, JsonValue] | None = None, **own: 
     return recipe if upstream is None else {**recipe, "upstream": recipe_digest(upstream)}
 
 
-def _tiling(spec: ModelSpec, settings: Settings) -> dict[str, JsonValue]:
-    return {
+def _tiling(spec: ModelSpec, settings: Settings, tissue_model: ArtifactManifest | None) -> dict[str, JsonValue]:
+    found: dict[str, JsonValue] = {
         "tile_px": spec.tile_spec.size,
-        "stride_px": spec.tile_spec.stride,
+        "stride_px": settings.stride_px or spec.tile_spec.stride,
         "mpp": spec.tile_spec.resolution,
         "kernel": spec.tile_spec.kernel,
-        "edge": "drop",
-        "tissue": {
-            "method": tissue.METHOD,
-            "min_chroma": tissue.MIN_CHROMA,
-            "min_darkness": tissue.MIN_DARKNESS,
-            "min_glow": tissue.MIN_GLOW,
-        },
+        "edge": settings.edge,
+        "tissue": _colours() if tissue_model is None else {"method": "model", **_model(tissue_model)},
         "min_tissue": settings.min_tissue,
+    }
+    return found if settings.max_pen is None else {**found, "max_pen": settings.max_pen}
+
+
+def _colours() -> dict[str, JsonValue]:
+    return {
+        "method": tissue.METHOD,
+        "min_chroma": tissue.MIN_CHROMA,
+        "min_darkness": tissue.MIN_DARKNESS,
+        "min_glow": tissue.MIN_GLOW,
     }
 
 

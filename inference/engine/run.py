@@ -9,6 +9,7 @@ from inference.engine.inventory import write_inventory
 from inference.engine.job import Progress
 from inference.engine.model import require_usable
 from inference.engine.settings import Settings
+from inference.engine.tissue_model import require_usable_tissue_model
 from inference.errors import ConfigError
 from inference.models.registry import resolve_model
 from inference.slides.discovery import Inventory, discover, printable
@@ -45,6 +46,7 @@ def run_slide(
         chosen = replace(chosen, mpp=mpp)
     checkpoint = resolve_model(model)
     require_usable(checkpoint, chosen)
+    require_usable_tissue_model(chosen)
     with Chain(Store(out), [checkpoint], chosen) as chain:
         write_inventory(chain.store, slides, keep=True)
         outcome = chain.run_slide(slides[0], progress=progress)
@@ -53,7 +55,9 @@ def run_slide(
     return outcome
 
 
-def find_slides(sources: Sequence[str | Path], *, root: Path | None = None, secret: str | None = None) -> Inventory:
+def find_slides(
+    sources: Sequence[str | Path], *, root: str | Path | None = None, secret: str | None = None
+) -> Inventory:
     """Everything under the sources, in order; the secret is the environment's unless one is given.
 
     Raises:

@@ -5,9 +5,11 @@ import re
 import sys
 import threading
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from inference.errors import ConfigError
+from inference.slides.grid import EDGE_POLICIES, EdgePolicy
 from inference.slides.resolution import PLAUSIBLE
 
 Stage = Literal["info", "tiles", "predict", "features", "prediction", "heatmap"]
@@ -32,6 +34,11 @@ class Settings:
         mpp: level-0 µm/px for slides that state none of their own.
         allow_upsampling: enlarge slides coarser than 1.25 times the model's resolution.
         min_tissue: share of a tile's area that must be tissue for it to be planned.
+        max_pen: share of a tile's area that may be ink of a pen; None for any.
+        tissue_model: segmentation model that finds the tissue, by name or path; None to go by colours.
+        stride_px: pixels between tiles, at most the tile's side, instead of what the model's spec says.
+        edge: what becomes of the right and bottom rest of a slide where no whole tile fits.
+        roi: region of interest of every slide that a cohort file gives none for: a file, or a folder with one for each.
         batch_size: rows of every forward; short batches are padded.
         readers: threads that read tiles.
         max_failed_tiles: failed tiles a slide may have, whatever its size.
@@ -47,6 +54,11 @@ class Settings:
     mpp: float | None = None
     allow_upsampling: bool = False
     min_tissue: float = 0.01
+    max_pen: float | None = None
+    tissue_model: str | None = None
+    stride_px: int | None = None
+    edge: EdgePolicy = "drop"
+    roi: Path | None = None
     batch_size: int = 64
     device: str = "cpu"
     readers: int = field(default_factory=lambda: max(2, min(8, os.cpu_count() or 2)))
@@ -60,15 +72,28 @@ class Settings:
         for name, least in _WHOLE.items():
             if not (type(value := getattr(self, name)) is int and value >= least):  # a bool is an int too
                 raise ConfigError(f"{name} is {value!r}: give a whole number, {least} or more")
+        self._check_tiling()
         for name, (low, high) in _NUMBERS.items():
             self._take_number(name, low, high, f"{name} is {{}}: give a number between {low:g} and {high:g}")
         if self.mpp is not None:
             said = f"--mpp {{}} is no µm/px of a slide: give a value in {PLAUSIBLE[0]:g}-{PLAUSIBLE[1]:g}"
             self._take_number("mpp", *PLAUSIBLE, said)
+        if self.max_pen is not None:
+            self._take_number("max_pen", 0.0, 1.0, "max_pen is {}: give a number between 0 and 1, or None")
+        if not (self.tissue_model is None or (isinstance(self.tissue_model, str) and self.tissue_model)):
+            raise ConfigError(f"tissue_model is {self.tissue_model!r}: give a model's name or path, or None")
         if type(self.allow_upsampling) is not bool:
             raise ConfigError(f"allow_upsampling is {self.allow_upsampling!r}: give True or False")
         if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
             raise ConfigError(f"{self.device!r} is no device: give cpu, cuda, cuda:1 or mps")
+
+    def _check_tiling(self) -> None:
+        if self.stride_px is not None and not (type(self.stride_px) is int and self.stride_px >= 1):
+            raise ConfigError(f"stride_px is {self.stride_px!r}: give a whole number, 1 or more")
+        if self.edge not in EDGE_POLICIES:
+            raise ConfigError(f"edge is {self.edge!r}: give {', '.join(EDGE_POLICIES[:-1])} or {EDGE_POLICIES[-1]}")
+        if not isinstance(self.roi, Path | None):
+            raise ConfigError("roi is no path: give a pathlib.Path of a file or folder")
 
     def _take_number(self, name: str, low: float, high: float, message: str) -> None:
         """Check a field and make it a float: recipes are compared as text, where 0 and 0.0 differ."""

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +14,14 @@ from pydantic import JsonValue
 
 from inference.engine.job import Draft, SlideJob
 from inference.engine.recipes import Addresses, execution
+from inference.engine.settings import Settings
 from inference.errors import DamagedResult
 from inference.models.spec import ModelSpec
 from inference.slides.grid import TileGrid
 from inference.slides.overview import Overview, read_overview
-from inference.slides.tissue import METHOD, Coverage, coverage, tissue_mask
+from inference.slides.quality import SlideQuality, TileQuality, percent, slide_quality, tile_quality
+from inference.slides.roi import Roi
+from inference.slides.tissue import METHOD, Coverage, appearance, coverage
 from inference.store.files import canonical_json, write_atomic
 from inference.store.manifest import Counts
 from inference.store.tables import SHARD, TILE_KEYS, TableWriter, read_table
@@ -27,6 +31,10 @@ TILES_SCHEMA = pa.schema(
         *TILE_KEYS,
         pa.field("tissue_fraction", pa.float32(), nullable=False),
         pa.field("missing_fraction", pa.float32(), nullable=False),
+        pa.field("pen_fraction", pa.float32(), nullable=False),
+        pa.field("dark_fraction", pa.float32(), nullable=False),
+        pa.field("saturation", pa.float32(), nullable=False),
+        pa.field("blank_fraction", pa.float32(), nullable=False),
     ]
 )
 
@@ -57,30 +65,63 @@ def survey_slide(job: SlideJob, work: Path) -> Draft:
 
 
 def plan_tiles(job: SlideJob, spec: ModelSpec, at: Addresses, work: Path) -> Draft:
-    """Stage `tiles`: tissue mask and the planned tiles, row-major."""
+    """Stage `tiles`: tissue mask and the planned tiles, row-major, with what they look like."""
     grid, plan = job.grid(spec), job.plan(spec)
     overview = load_overview(job, job.require(at.info, "tiles"))
-    mask = tissue_mask(overview)
-    shares = coverage(overview, mask, grid)
-    chosen = np.flatnonzero(shares.planned(job.settings.min_tissue))
+    seen = appearance(overview)
+    mask = job.tissue_model.mask(overview) if job.tissue_model else seen.tissue
+    region = job.roi_on(overview)
+    shares = coverage(*_limited(overview, mask, region), grid)
+    quality, whole = tile_quality(seen, overview.scale, grid), slide_quality(overview, seen, mask)
+    with_tissue = shares.planned(job.settings.min_tissue)
+    chosen = np.flatnonzero(with_tissue & _clean(shares, quality, job.settings.max_pen))
     save_image(work / "mask.png", Image.fromarray(mask.astype(np.uint8) * 255).convert("1"))
     summary: dict[str, JsonValue] = {
         "grid": [grid.n_rows, grid.n_cols],
         "tile_px": grid.tile_px,
         "stride_px": grid.stride_px,
+        "edge": grid.edge,
         "mpp": list(grid.mpp),
         "footprint": list(grid.footprint),
         "level": plan.level,
         "reduction": plan.reduction,
         "resample": plan.resample,
-        "tissue_method": METHOD,
+        "tissue_method": job.tissue_model.method if job.tissue_model else METHOD,
         "tissue_share": round(float(mask.mean()), 6),
+        "quality": whole.to_json(),
+        "warnings": list(whole.warnings()),
     }
-    _write_tiles(work / "tiles.parquet", grid, shares, chosen, {"slide_key": job.ref.key, **summary})
+    if region:
+        save_image(work / "roi.png", Image.fromarray(region[1].astype(np.uint8) * 255).convert("1"))
+        summary |= {"roi_share": round(float(region[1].mean()), 6), "roi_ignored": region[0].ignored}
+    _write_tiles(work / "tiles.parquet", grid, (shares, quality), chosen, {"slide_key": job.ref.key, **summary})
     counts = Counts(grid=grid.n_rows * grid.n_cols, planned=len(chosen))
-    reason = _why_empty(grid) if not len(chosen) else None
-    done = execution(None, job.settings, job.reader.kind)
-    return Draft("empty" if reason else "ok", reason, counts, summary, done)
+    reason = None
+    if not len(chosen):
+        reason = _why_drawn(with_tissue, job.settings) or _why_none_inside(grid, mask, region)
+        reason = reason or _why_empty(grid, whole, job.settings)
+    return Draft("empty" if reason else "ok", reason, counts, summary, _made_by(job))
+
+
+def _made_by(job: SlideJob) -> dict[str, JsonValue]:
+    """The execution of stage `tiles`; a tissue model runs with settings of its own."""
+    if job.tissue_model is None:
+        return execution(None, job.settings, job.reader.kind)
+    return execution(job.tissue_model.manifest, job.tissue_model.settings, job.reader.kind)
+
+
+def _clean(shares: Coverage, quality: TileQuality, max_pen: float | None) -> NDArray[np.bool_]:
+    """Tiles without too much ink; damage, which must not hide behind it, is let through."""
+    return shares.damaged | (quality.pen <= (1 if max_pen is None else max_pen))
+
+
+def _limited(
+    overview: Overview, mask: NDArray[np.bool_], region: tuple[Roi, NDArray[np.bool_]] | None
+) -> tuple[Overview, NDArray[np.bool_]]:
+    """Overview and tissue mask; with a region of interest only what lies in it is tissue, or damage to be shown."""
+    if region is None:
+        return overview, mask
+    return replace(overview, unreadable=overview.unreadable & region[1]), mask & region[1]
 
 
 def load_overview(job: SlideJob, info: Path) -> Overview:
@@ -112,9 +153,14 @@ def read_tiles(folder: Path) -> tuple[NDArray[np.int32], NDArray[np.int32], NDAr
 
 
 def _write_tiles(
-    path: Path, grid: TileGrid, shares: Coverage, chosen: NDArray[np.intp], metadata: dict[str, JsonValue]
+    path: Path,
+    grid: TileGrid,
+    about: tuple[Coverage, TileQuality],
+    chosen: NDArray[np.intp],
+    metadata: dict[str, JsonValue],
 ) -> None:
     rows, cols = grid.cells()
+    shares, quality = about
     with TableWriter(path, TILES_SCHEMA, metadata) as table:
         for start in range(0, len(chosen), SHARD):
             index = chosen[start : start + SHARD]
@@ -126,16 +172,40 @@ def _write_tiles(
                     "y": grid.origins(rows[index], 1),
                     "tissue_fraction": shares.tissue[index],
                     "missing_fraction": shares.missing[index],
+                    "pen_fraction": quality.pen[index],
+                    "dark_fraction": quality.dark[index],
+                    "saturation": quality.saturation[index],
+                    "blank_fraction": quality.blank[index],
                 }
             )
 
 
-def _why_empty(grid: TileGrid) -> str:
+def _why_none_inside(
+    grid: TileGrid, mask: NDArray[np.bool_], region: tuple[Roi, NDArray[np.bool_]] | None
+) -> str | None:
+    """Why a slide with a region of interest has no tiles, if that is the region's doing."""
+    if region is None or not mask.any() or not grid.n_rows * grid.n_cols:
+        return None
+    share = f"{region[1].mean():.2%} of the slide"
+    return f"no tile has enough tissue inside the region of interest (ROI), which covers {share}"
+
+
+def _why_drawn(with_tissue: NDArray[np.bool_], settings: Settings) -> str | None:
+    """Why a slide has no tiles, if all that have tissue are drawn over."""
+    if settings.max_pen is None or not with_tissue.any():
+        return None
+    count = int(with_tissue.sum())
+    return f"all {count} tiles with tissue are more than {percent(settings.max_pen)} ink (max_pen)"
+
+
+def _why_empty(grid: TileGrid, whole: SlideQuality, settings: Settings) -> str:
     if not grid.n_rows * grid.n_cols:
         width, height = grid.slide_size
         covers = " x ".join(f"{side:.0f}" for side in grid.footprint)
         return f"the slide ({width} x {height} pixels) is smaller than one tile ({covers})"
-    return "no tissue was found"
+    if whole.tissue:
+        return f"no tile has {percent(settings.min_tissue)} tissue (min_tissue): the slide is {whole.seen()}"
+    return f"no tissue was found: the slide is {whole.seen()}"
 
 
 def save_image(path: Path, image: Image.Image, **options: int) -> None:

@@ -59,14 +59,17 @@ def rasterise(
     """Lay the planned tiles of a grid on the largest cells that divide both tile and stride.
 
     `rows` and `cols` name each planned tile once; `values` counts only where `ok`. Cells under
-    several predicted tiles hold their mean. Raises `ModelContractError` where an ok tile has no
-    finite value.
+    several predicted tiles hold their mean. What of a tile reaches beyond the slide is dropped; a
+    last row or column that was shifted off the cells counts for those it covers at least half of,
+    of a last cell that reaches beyond the slide half of the part on it. Raises `ModelContractError`
+    where an ok tile has no finite value.
     """
     if not np.isfinite(values[ok]).all():
         raise ModelContractError("a tile is marked ok without a finite value; its output was not checked")
     height, width = canvas_shape(grid)
     cell_px, footprint = _cell(grid)
-    lattice = _Lattice(grid.tile_px // cell_px, grid.stride_px // cell_px, height, width)
+    last = (_shifted_cell(grid, 1, footprint[1]), _shifted_cell(grid, 0, footprint[0]))
+    lattice = _Lattice(grid.tile_px // cell_px, grid.stride_px // cell_px, (height, width), last)
 
     tiles = np.zeros((grid.n_rows, grid.n_cols), np.float64)
     tiles[rows[ok], cols[ok]] = values[ok]
@@ -125,35 +128,51 @@ def _cell(grid: TileGrid) -> tuple[int, tuple[float, float]]:
     return cell_px, (grid.footprint[0] * cell_px / grid.tile_px, grid.footprint[1] * cell_px / grid.tile_px)
 
 
+def _shifted_cell(grid: TileGrid, axis: int, side: float) -> int | None:
+    """The first cell that a shifted last column (axis 0) or row (axis 1) covers at least half of; None without one."""
+    if not grid.shifted(axis):
+        return None
+    begins = (grid.slide_size[axis] - grid.footprint[axis]) / side
+    return ceil(begins - 0.5 - _EDGE_TOLERANCE)
+
+
 @dataclass(frozen=True)
 class _Lattice:
-    """Where tiles of `tile` cells, `stride` cells apart, lie on a canvas of cells."""
+    """Where tiles of `tile` cells, `stride` cells apart, lie on a canvas of `shape` cells.
+
+    Attributes:
+        last: first cell of a last row and of a last column that are off the stride and reach to the canvas's end.
+    """
 
     tile: int
     stride: int
-    height: int
-    width: int
+    shape: tuple[int, int]
+    last: tuple[int | None, int | None]
 
     # Tiles that are `stride` apart never share a cell at one offset inside the tile, so each offset
     # is one strided assignment; rows and columns separate, so tile + tile passes do, not tile * tile.
 
     def sum(self, tiles: NDArray[_Summed]) -> NDArray[_Summed]:
-        return self._spread(self._spread(tiles, 1, self.width, np.add), 0, self.height, np.add)
+        return self._spread(self._spread(tiles, 1, np.add), 0, np.add)
 
     def maximum(self, tiles: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        return self._spread(self._spread(tiles, 1, self.width, np.maximum), 0, self.height, np.maximum)
+        return self._spread(self._spread(tiles, 1, np.maximum), 0, np.maximum)
 
-    def _spread(self, tiles: NDArray[_Cell], axis: int, size: int, combine: np.ufunc) -> NDArray[_Cell]:
+    def _spread(self, tiles: NDArray[_Cell], axis: int, combine: np.ufunc) -> NDArray[_Cell]:
         """Combine every tile into the cells it covers along one axis."""
-        count = tiles.shape[axis]
-        # Half a level-0 pixel of a last tile may overhang the canvas: cut after laying it down.
+        last, size = self.last[axis], self.shape[axis]
+        source = np.moveaxis(tiles, axis, 0)
+        regular = source if last is None else source[:-1]
+        count = len(regular)
+        # A last tile may overhang the canvas, by rounding or as padding: cut after laying it down.
         span = max(size, (count - 1) * self.stride + self.tile)
         out = np.zeros((*tiles.shape[:axis], span, *tiles.shape[axis + 1 :]), tiles.dtype)
         along = np.moveaxis(out, axis, 0)
-        source = np.moveaxis(tiles, axis, 0)
         for offset in range(self.tile):
             target = along[offset : offset + count * self.stride : self.stride]
-            combine(target, source, out=target)
+            combine(target, regular, out=target)
+        if last is not None:
+            combine(along[last:size], source[-1], out=along[last:size])
         return np.ascontiguousarray(np.moveaxis(along[:size], 0, axis))
 
 

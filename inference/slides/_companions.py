@@ -9,9 +9,9 @@ from inference.slides._files import kind_of, read_start, source_lost
 COMPANION_FORMATS = frozenset({".mrxs", ".vms", ".vmu"})
 _KEY_FILE_SECTIONS = frozenset({"virtual microscope specimen", "uncompressed virtual microscope specimen"})
 _KEY_FILE_ENTRIES = ("imagefile", "mapfile", "optimisationfile", "macroimage")
-_KEY_FILE_BYTES = 1 << 20
-_MRXS_PARTS = frozenset({".dat", ".ini"})
-_HAMAMATSU_PARTS = frozenset({".jpg", ".jpeg", ".ngr", ".opt"})
+KEY_FILE_BYTES = 1 << 20
+MRXS_PARTS = frozenset({".dat", ".ini"})
+HAMAMATSU_PARTS = frozenset({".jpg", ".jpeg", ".ngr", ".opt"})
 
 
 def companions(main: Path) -> tuple[Path, ...]:
@@ -41,12 +41,12 @@ def _mrxs_parts(main: Path) -> list[Path]:
         return [
             folder / entry.name
             for entry in entries
-            if not entry.name.startswith(".") and Path(entry.name).suffix.lower() in _MRXS_PARTS
+            if not entry.name.startswith(".") and Path(entry.name).suffix.lower() in MRXS_PARTS
         ]
 
 
 def _key_file_parts(main: Path) -> list[Path]:
-    text = read_start(main, _KEY_FILE_BYTES).decode("utf-8", "surrogateescape")
+    text = read_start(main, KEY_FILE_BYTES).decode("utf-8", "surrogateescape")
     names = set()
     in_section = False
     for line in text.splitlines():
@@ -60,4 +60,4 @@ def _key_file_parts(main: Path) -> list[Path]:
 
 def _is_part(name: str) -> bool:
     """A plain file name: the key file must not claim a file elsewhere, nor hide another slide."""
-    return not set("/\\\0") & set(name) and Path(name).suffix.lower() in _HAMAMATSU_PARTS
+    return not set("/\\\0") & set(name) and Path(name).suffix.lower() in HAMAMATSU_PARTS

@@ -1,8 +1,9 @@
 """The search behind `discover`: what each kind of source stands for, and which files make up a slide."""
 
+import contextlib
 import os
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -10,6 +11,8 @@ from typing import TypeVar
 from inference.errors import ConfigError, SourceUnavailable
 from inference.slides._companions import companions
 from inference.slides._files import EVERYTHING, GlobPattern, Skipped, is_inside, kind_of, list_files, resolved
+from inference.slides._listing import RemoteTree
+from inference.slides._remote import RemoteFile, is_url, local_path, without_secrets
 from inference.slides.cohort import CohortRow, is_cohort_file, read_cohort
 from inference.slides.dicom import DicomInstance, group_series, is_dicom, read_instance
 
@@ -24,7 +27,7 @@ _PLAIN_IMAGE = (
 _GLOB_CHARS = frozenset("*?[")
 
 Files = tuple[Path, ...]
-_Value = TypeVar("_Value", float, str)
+_Value = TypeVar("_Value", float, str, Path)
 
 
 @dataclass(frozen=True)
@@ -44,14 +47,21 @@ class FoundSlide:
     relpath: str
     mpp: float | None = None
     slide_key: str | None = None
+    roi: Path | None = None
+    remote: tuple[RemoteFile, ...] = ()
 
 
 class Search:
-    """Collects slides from sources, each slide once."""
+    """Collects slides from sources, each slide once; what lies in object stores as stand-ins, until it is closed."""
 
-    def __init__(self, root: Path | None, *, hide_names: bool) -> None:
+    def __init__(self, root: str | Path | None, *, hide_names: bool) -> None:
         self._hide_names = hide_names
-        self._fixed_root = None if root is None else _absolute(root)
+        self._tree = RemoteTree(SLIDE_SUFFIXES)
+        self._fixed_root: Path | None = None
+        if root is not None and is_url(os.fspath(root)):
+            self._fixed_root = self._tree.folder_of(os.fspath(root))
+        elif root is not None:
+            self._fixed_root = _absolute(Path(local_path(os.fspath(root))))
         if self._fixed_root is not None and kind_of(self._fixed_root) != "folder":
             raise ConfigError(f"the root{self._shown(self._fixed_root)} is not a folder")
         self._labels: dict[str, str] = {}
@@ -62,26 +72,44 @@ class Search:
     @property
     def slides(self) -> list[FoundSlide]:
         """In the order found."""
-        return list(self._slides.values())
+        return [replace(slide, remote=self._tree.remote_files(slide.files)) for slide in self._slides.values()]
 
     @property
     def skipped(self) -> list[Skipped]:
         """In the order met, each path once; never a file that another source took."""
         taken = {path for slide in self._slides.values() for path in slide.files}
-        return [item for item in self._skipped.values() if item.path not in taken]
+        left = [item for item in self._skipped.values() if item.path not in taken]
+        return [
+            replace(item, path=Path(self._tree.url_of(item.path))) if self._tree.holds(item.path) else item
+            for item in left
+        ]
+
+    def close(self) -> None:
+        """Remove the stand-ins."""
+        self._tree.close()
 
     def add_source(self, number: int, source: str | Path) -> None:
         """Find the slides of one source; `number` names it in messages where its name is hidden."""
         text = os.fspath(source)
-        where = f"source {number}" if self._hide_names else f"source '{text}'"
+        where = f"source {number}" if self._hide_names else f"source '{without_secrets(text)}'"
         if not text.strip() or "\0" in text:
             raise ConfigError(f"source {number} is empty or not a path")
         try:
-            self._add_path(_absolute(Path(text)), where)
+            try:
+                path = self._place(text)
+            except ConfigError as error:
+                raise ConfigError(f"{where}: {error.message}") from None
+            self._add_path(path, where)
         except SourceUnavailable as error:
             raise SourceUnavailable(f"{where}: {error.message}") from None
         except OSError as error:
             raise SourceUnavailable(f"{where} cannot be read: {error.strerror}; check who may read it") from None
+
+    def _place(self, text: str) -> Path:
+        """The path to search for a source: a stand-in's for a URL."""
+        path = self._tree.place(text) if is_url(text) else _absolute(Path(local_path(text)))
+        self._skip(*self._tree.skipped)
+        return path
 
     def _add_path(self, path: Path, where: str) -> None:
         kind = kind_of(path)
@@ -109,21 +137,67 @@ class Search:
                 raise ConfigError(f"{where} matches no slide; {why}")
             self._add(found, root)
         else:
-            raise ConfigError(f"{where} does not exist; check the spelling, and that its disk or share is mounted")
+            raise ConfigError(f"{where} does not exist; check {self._where_to_look(path)}")
+
+    def _where_to_look(self, path: Path) -> str:
+        if self._tree.holds(path):
+            return "bucket and folder, and the endpoint (AWS_ENDPOINT_URL)"
+        return "the spelling, and that its disk or share is mounted"
 
     def _add_cohort(self, path: Path) -> None:
-        root = self._root(path.parent)
-        for row in read_cohort(path):
+        folder = self._root(path.parent)
+        rows = read_cohort(path)
+        self._look_up(rows, path.parent)
+        for row in rows:
             try:
-                found = self._row(row, path.parent, root)
+                place = self._row_place(row, path.parent)
+                root = self._row_root(place, folder)
+                found = self._row(row, place, root)
                 if row.slide_key is not None and len(found) > 1:
                     raise ConfigError(f"one slide_key for {len(found)} slides; give each slide a row of its own")
-                self._add(found, root, row)
+                self._add(found, root, row, self._roi(row, path.parent))
             except ConfigError as error:
                 raise ConfigError(f"cohort file '{path.name}': row {row.number}: {error.message}") from None
 
-    def _row(self, row: CohortRow, folder: Path, root: Root) -> list[Files]:
-        path = _absolute(folder / row.path)
+    def _look_up(self, rows: Sequence[CohortRow], folder: Path) -> None:
+        """Ask for all objects that rows name before they are taken one by one."""
+        urls = []
+        for row in rows:
+            with contextlib.suppress(ConfigError):  # said with its row
+                if url := self._row_url(row, folder):
+                    urls.append(url)
+        if urls:
+            self._tree.look_up(urls)
+
+    def _row_url(self, row: CohortRow, folder: Path) -> str | None:
+        """The URL that a row means: its own, or a path relative to a cohort file that lies in a store."""
+        if is_url(row.path):
+            return row.path
+        if self._tree.holds(folder) and not row.path.startswith("/"):
+            path = Path(os.path.normpath(folder / row.path))
+            if not path.is_relative_to(self._tree.bucket_of(folder)):
+                raise ConfigError("the path leaves the bucket; give a URL")
+            return self._tree.url_of(path)
+        return None
+
+    def _row_place(self, row: CohortRow, folder: Path) -> Path:
+        url = self._row_url(row, folder)
+        return _absolute(folder / local_path(row.path)) if url is None else self._place(url)
+
+    def _row_root(self, place: Path, folder: Root) -> Root:
+        """The cohort file's folder; for a URL elsewhere its bucket, which is all that rows must have in common."""
+        if self._fixed_root or not self._tree.holds(place) or place.is_relative_to(folder.path):
+            return folder
+        return self._root(self._tree.bucket_of(place))
+
+    def _roi(self, row: CohortRow, folder: Path) -> Path | None:
+        if row.roi is None:
+            return None
+        if is_url(row.roi) or self._tree.holds(folder):
+            raise ConfigError("a ROI is read from a local file; copy it beside a local cohort file")
+        return _absolute(folder / local_path(row.roi))
+
+    def _row(self, row: CohortRow, path: Path, root: Root) -> list[Files]:
         kind = kind_of(path)
         if kind == "folder":
             found = self._below(path, EVERYTHING, root)
@@ -153,10 +227,10 @@ class Search:
             raise ConfigError(f"two source folders share {label}, so their keys could clash; give --root above both")
         return root
 
-    def _add(self, found: Iterable[Files], root: Root, row: CohortRow | None = None) -> None:
+    def _add(self, found: Iterable[Files], root: Root, row: CohortRow | None = None, roi: Path | None = None) -> None:
         mpp, key = (row.mpp, row.slide_key) if row else (None, None)
         for files in found:
-            slide = FoundSlide(files, root, self._relpath(files[0], root), mpp, key)
+            slide = FoundSlide(files, root, self._relpath(files[0], root), mpp, key, roi)
             real = resolved(files[0])
             known = self._slides.setdefault(real, slide)
             if known is not slide:
@@ -164,6 +238,7 @@ class Search:
                     known,
                     mpp=_agreed(known.mpp, mpp, "mpp"),
                     slide_key=_agreed(known.slide_key, key, "slide_key"),
+                    roi=_agreed(known.roi, roi, "roi"),
                 )
 
     def _relpath(self, path: Path, root: Root) -> str:
@@ -248,7 +323,8 @@ class Search:
             self._skipped.setdefault(item.path, item)
 
     def _shown(self, path: Path) -> str:
-        return "" if self._hide_names else f" '{path}'"
+        shown = self._tree.url_of(path) if self._tree.holds(path) else path
+        return "" if self._hide_names else f" '{shown}'"
 
 
 def _agreed(first: _Value | None, second: _Value | None, column: str) -> _Value | None:

@@ -17,10 +17,9 @@ MAX_DIRECTORIES = 1000  # far above what a slide has
 _MAX_TILE_PIXELS = 1 << 24
 _MAX_EXPANSION = 4  # compressed bytes per raw byte: noise grows a little, nothing grows more
 
-# What tifffile decodes to the same pixels as OpenSlide. Not 33003, whose YCbCr it leaves unconverted.
-SHARED_COMPRESSIONS = (1, 5, JPEG, 8, 32946, JPEG2000)
-# Also these where OpenSlide, which has none of them, is not needed: Zstandard, WebP.
-MORE_COMPRESSIONS = (*SHARED_COMPRESSIONS, 50000, 50001)
+# Without, LZW, JPEG, deflate (two numbers), PackBits, JPEG 2000, Zstandard, WebP. Not JPEG 2000 as 33003, whose YCbCr
+# tifffile leaves unconverted.
+_COMPRESSIONS = (1, 5, JPEG, 8, 32946, 32773, JPEG2000, 50000, 50001)
 _RGB, _YCBCR = 2, 6
 
 
@@ -84,10 +83,10 @@ def tiled_pages(tiff: tifffile.TiffFile) -> list[tifffile.TiffPage]:
     return [page for page in islice(tiff.pages, MAX_DIRECTORIES) if page.is_tiled]
 
 
-def is_plain(page: tifffile.TiffPage, compressions: tuple[int, ...] = SHARED_COMPRESSIONS) -> bool:
+def is_plain(page: tifffile.TiffPage) -> bool:
     """Whether a page is tiled 8-bit RGB of a codec whose pixels are sure to be right."""
     plain = page.bitspersample == 8 and page.samplesperpixel == 3 and page.planarconfig == 1 and page.tiledepth == 1
-    if not plain or page.dtype != np.uint8 or page.compression not in compressions or page.fillorder != 1:
+    if not plain or page.dtype != np.uint8 or page.compression not in _COMPRESSIONS or page.fillorder != 1:
         return False
     if page.tilewidth * page.tilelength > _MAX_TILE_PIXELS:
         return False

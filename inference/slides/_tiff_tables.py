@@ -67,11 +67,13 @@ class TiffClaims:
         size: bytes of the file.
         end: the last byte that the tables ask for.
         directories: those of the main chain; `end` heeds the others too.
+        circular: a directory follows that was there before.
     """
 
     size: int
     end: int = 0
     directories: tuple[TiffDirectory, ...] = ()
+    circular: bool = False
 
 
 def read_claims(path: Path) -> TiffClaims | None:
@@ -109,10 +111,10 @@ class _Walk:
     def claims(self, first: int) -> TiffClaims:
         """The claims of the directory at an offset, of those after it, and of those that they hold."""
         end, seen, todo = first, set[int](), [(first, True)]
-        directories = []
+        directories, circular = [], False
         while todo and len(seen) < _MAX_DIRECTORIES:
             at, in_chain = todo.pop()
-            end = max(end, at)
+            end, circular = max(end, at), circular or (in_chain and at in seen)
             if at in seen or not 0 < at < self.size:
                 continue
             seen.add(at)
@@ -122,7 +124,7 @@ class _Walk:
                 directories.append(_described(values))
             todo += [(int(inner), False) for inner in values.get(_SUB_DIRECTORIES, ())[:_MAX_SUB_DIRECTORIES]]
             todo.append((following, in_chain))
-        return TiffClaims(self.size, end, tuple(directories))
+        return TiffClaims(self.size, end, tuple(directories), circular)
 
     def _directory(self, at: int) -> tuple[_Values, int, int]:
         """The values that matter, the last byte that the entries ask for, and where the next directory is."""

@@ -1,4 +1,4 @@
-"""Cohort files: which slides to take, in which order, and what overrides their resolution or key."""
+"""Cohort files: which slides to take, in which order, what overrides their resolution or key, and their ROI."""
 
 import csv
 import io
@@ -19,7 +19,7 @@ from inference.slides.keys import check_key
 from inference.slides.resolution import parse_mpp
 
 COHORT_SUFFIXES = frozenset({".csv", ".parquet"})
-COLUMNS = ("path", "mpp", "slide_key")
+COLUMNS = ("path", "mpp", "slide_key", "roi")
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,14 @@ class CohortRow:
     Attributes:
         number: as a spreadsheet counts: the header of a CSV file is row 1, and a cell of several lines or an empty
             line is one row. A Parquet file has no header row; its first row is 1.
+        roi: path of its region of interest, as written.
     """
 
     number: int
     path: str
     mpp: float | None
     slide_key: str | None
+    roi: str | None = None
 
 
 def is_cohort_file(path: Path) -> bool:
@@ -43,7 +45,7 @@ def is_cohort_file(path: Path) -> bool:
 
 
 def read_cohort(path: Path) -> tuple[CohortRow, ...]:
-    """Rows of a cohort file in order; only the columns path, mpp and slide_key are ever looked at.
+    """Rows of a cohort file in order; only the columns path, mpp, slide_key and roi are ever looked at.
 
     Messages name the file and the row, never a value: a shifted column may hold a patient's name.
 
@@ -110,8 +112,8 @@ def _require_type(name: str, kind: pa.DataType) -> None:
         kind = kind.value_type
     text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
     number = pa.types.is_integer(kind) or (name == "mpp" and (pa.types.is_floating(kind) or pa.types.is_decimal(kind)))
-    if not (text or pa.types.is_null(kind) or (number and name != "path")):
-        wanted = {"path": "text", "mpp": "a number or text", "slide_key": "text or a whole number"}[name]
+    if not (text or pa.types.is_null(kind) or (number and name in ("mpp", "slide_key"))):
+        wanted = {"mpp": "a number or text", "slide_key": "text or a whole number"}.get(name, "text")
         raise ConfigError(f"the column {name} holds {kind}, not {wanted}")
 
 
@@ -130,15 +132,18 @@ def _wanted(header: Sequence[str]) -> dict[str, int]:
 
 
 def _row(number: int, record: dict[str, object]) -> CohortRow:
-    path, key = record["path"], record.get("slide_key")
+    path, key, roi = record["path"], record.get("slide_key"), record.get("roi")
     if not isinstance(path, str) or not path.strip() or "\0" in path:
         raise ConfigError(f"row {number}: the path is empty or not a path")
     if isinstance(key, int) and not isinstance(key, bool):
         key = str(key)
     if key is not None and not isinstance(key, str):
         raise ConfigError(f"row {number}: slide_key is not text")
+    if roi is not None and (not isinstance(roi, str) or "\0" in roi):
+        raise ConfigError(f"row {number}: roi is not the path of a file")
     try:
-        return CohortRow(number, path, _mpp(record.get("mpp")), check_key(key.strip()) if key and key.strip() else None)
+        checked = check_key(key.strip()) if key and key.strip() else None
+        return CohortRow(number, path, _mpp(record.get("mpp")), checked, roi if roi and roi.strip() else None)
     except ConfigError as error:
         raise ConfigError(f"row {number}: {error.message}") from None
 

@@ -15,6 +15,7 @@ from inference.slides._files import Skipped, read_start, source_lost
 _WHOLE_SLIDE_MICROSCOPY = "1.2.840.10008.5.1.4.1.1.77.1.6"
 _DEFLATED = b"1.2.840.10008.1.2.1.99"
 _MAGIC_AT = 128
+MAGIC_BYTES = _MAGIC_AT + 4
 _IMAGE_TYPE = 0x00080008
 _SOP_CLASS_UID = 0x00080016
 _SOP_INSTANCE_UID = 0x00080018
@@ -22,7 +23,7 @@ _SERIES_UID = 0x0020000E
 _MATRIX_COLUMNS = 0x00480006
 _TAGS = (_IMAGE_TYPE, _SOP_CLASS_UID, _SOP_INSTANCE_UID, _SERIES_UID, _MATRIX_COLUMNS)
 # Headers are read in bounded pieces: most end within the first, and a broken length cannot ask for gigabytes.
-_HEADER_BYTES = (256 << 10, 16 << 20)
+HEADER_BYTES = (256 << 10, 16 << 20)
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def is_dicom(path: Path) -> bool:
         SourceUnavailable: the mount was lost.
     """
     try:
-        return read_start(path, _MAGIC_AT + 4)[_MAGIC_AT:] == b"DICM"
+        return read_start(path, MAGIC_BYTES)[_MAGIC_AT:] == b"DICM"
     except OSError as error:
         if source_lost(error):
             raise SourceUnavailable(f"the slide source cannot be read: {error.strerror}") from None
@@ -112,7 +113,7 @@ def group_series(instances: Iterable[DicomInstance]) -> tuple[list[DicomSeries],
 def _read_header(path: Path) -> FileDataset | str:
     """The few elements of `_TAGS`, or what is wrong with the header."""
     problem = "cut short"
-    for size in _HEADER_BYTES:
+    for size in HEADER_BYTES:
         data = read_start(path, size)
         if data[_MAGIC_AT : _MAGIC_AT + 4] != b"DICM":
             return "no DICM at byte 128"

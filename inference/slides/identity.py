@@ -5,7 +5,7 @@ import hashlib
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import BinaryIO, Literal
 
 from inference.errors import SlideChanged, SourceUnavailable, StoreError, UnreadableSlide
 from inference.slides._files import kind_of, open_regular, source_lost
+from inference.slides._remote import RemoteFile
 from inference.slides.discovery import SlideRef
 
 Method = Literal["sampled", "full"]
@@ -34,11 +35,13 @@ class FileStamp:
 
     Attributes:
         name: posix path relative to the main file's folder; '' in a record that hides names.
+        version: what an object store calls the content, such as its ETag; None for local files.
     """
 
     name: str
     size: int
     mtime_ns: int
+    version: str | None = None
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,8 @@ class SlideIdentity:
         files: list[dict[str, object]] = []
         for file in self.files:
             named: dict[str, object] = {} if hidden or not file.name else {"name": file.name}
-            files.append(named | {"size": file.size, "mtime_ns": file.mtime_ns})
+            told: dict[str, object] = {} if file.version is None else {"version": file.version}
+            files.append(named | {"size": file.size, "mtime_ns": file.mtime_ns} | told)
         return {
             "files": files,
             "quickhash": self.quickhash,
@@ -91,7 +95,7 @@ class SlideIdentity:
 
 
 def stamp(ref: SlideRef) -> tuple[FileStamp, ...]:
-    """Size and mtime of every file of a slide, without opening one.
+    """Size and mtime of every file of a slide, without opening one; of objects not fetched, as their store told them.
 
     Raises:
         UnreadableSlide: a file is gone or is not a regular file.
@@ -100,7 +104,10 @@ def stamp(ref: SlideRef) -> tuple[FileStamp, ...]:
     stamps = []
     for index, path in enumerate(ref.files):
         with _blaming(ref, index):
-            stamps.append(_stamp(ref, index, path.stat()))
+            if ref.remote and not path.exists():
+                stamps.append(_remote_stamp(ref.remote[index]))
+            else:
+                stamps.append(_stamp(ref, index, path.stat()))
     return tuple(stamps)
 
 
@@ -138,31 +145,56 @@ def same_content(recorded: SlideIdentity, ref: SlideRef, quickhash: str | None) 
     if None not in (recorded.quickhash, quickhash) and recorded.quickhash != quickhash:
         return False
     now = stamp(ref)
-    if [file.size for file in recorded.files] != [file.size for file in now]:
+    if not _same_shape(recorded, now):
         return False
-    if any(old.name and old.name != new.name for old, new in zip(recorded.files, now, strict=True)):
-        return False
-    if all(old.mtime_ns == new.mtime_ns for old, new in zip(recorded.files, now, strict=True)):
+    if unchanged(recorded, now):
         return True
     if recorded.quickhash is not None and quickhash is None and recorded.method == "sampled":
         return False
     return slide_identity(ref, quickhash, method=recorded.method).sampled_sha256 == recorded.sampled_sha256
 
 
+def unchanged(recorded: SlideIdentity, now: Sequence[FileStamp]) -> bool:
+    """Whether stamps alone say that these are the files recorded."""
+    return _same_shape(recorded, now) and all(map(_untouched, recorded.files, now))
+
+
+def _same_shape(recorded: SlideIdentity, now: Sequence[FileStamp]) -> bool:
+    """Whether there are as many files of the same sizes and, where both are known, names."""
+    return [file.size for file in recorded.files] == [file.size for file in now] and not any(
+        old.name and old.name != new.name for old, new in zip(recorded.files, now, strict=True)
+    )
+
+
+def _untouched(old: FileStamp, new: FileStamp) -> bool:
+    """Of two stamps of the same size: a store's own version decides where both have one, else the time."""
+    if old.version is not None and new.version is not None:
+        return old.version == new.version
+    return old.mtime_ns == new.mtime_ns
+
+
+def _remote_stamp(file: RemoteFile) -> FileStamp:
+    return FileStamp(file.name, file.size, file.mtime_ns, file.version)
+
+
 def _stamp(ref: SlideRef, index: int, status: os.stat_result) -> FileStamp:
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "not a regular file")
+    if ref.remote:
+        return FileStamp(ref.remote[index].name, status.st_size, status.st_mtime_ns, ref.remote[index].version)
     name = Path(os.path.relpath(ref.files[index], ref.path.parent)).as_posix()
     return FileStamp(name, status.st_size, status.st_mtime_ns)
 
 
 def _stamp_from_json(data: object) -> FileStamp:
     match data:
-        case {"size": int(size), "mtime_ns": int(mtime_ns), **rest} if size >= 0 and rest.keys() <= {"name"}:
-            name = rest.get("name", "")
+        case {"size": int(size), "mtime_ns": int(mtime_ns), **rest} if size >= 0 and rest.keys() <= {"name", "version"}:
+            name, version = rest.get("name", ""), rest.get("version")
             booleans = isinstance(size, bool) or isinstance(mtime_ns, bool)
-            if isinstance(name, str) and (name or not rest) and not booleans:
-                return FileStamp(name, size, mtime_ns)
+            if booleans or not isinstance(name, str) or not isinstance(version, str | None):
+                raise StoreError(_DAMAGED)
+            if (name or "name" not in rest) and (version is not None or "version" not in rest):
+                return FileStamp(name, size, mtime_ns, version)
     raise StoreError(_DAMAGED)
 
 

@@ -152,7 +152,10 @@ class OpenSlideReader(RegionReader):
         except (openslide.OpenSlideError, OSError, ValueError) as error:
             raise_if_lost(error, self._name)
             self._require_unchanged()
-            raise UnreadableSlide(f"{self._name}: {why_unreadable(self._path, self._name, error)}") from None
+            unknown = isinstance(error, openslide.OpenSlideUnsupportedFormatError) or "compression" in str(error)
+            raise UnreadableSlide(
+                f"{self._name}: {why_unreadable(self._path, self._name, error)}", unknown_format=unknown
+            ) from None
 
     def _state_now(self) -> tuple[FileState, ...]:
         return tuple(require_regular_file(file, self._name) for file in self._files)

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Generic, TypeVar
 
 from inference.errors import ReadStalled
@@ -50,7 +50,7 @@ class ReadAhead(Generic[T]):
             for n in range(min(threads, self._chunks))
         ]
 
-    def __iter__(self) -> Iterator[T]:
+    def __iter__(self) -> Generator[T, None, None]:
         """Start reading; see the class.
 
         Raises:

@@ -7,7 +7,7 @@ reduce it exactly, and whether to resample what is left.
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -105,6 +105,24 @@ def resolve_mpp(
         f"{name}: the slide {says}: give its level-0 µm/px with --mpp X (make: MPP=X) or in a cohort file's mpp "
         f"column{hint}"
     )
+
+
+def recall_mpp(
+    recorded: Mapping[str, object], *, cohort_mpp: float | None, fallback_mpp: float | None
+) -> SlideResolution | None:
+    """What `resolve_mpp` would say of a slide of unchanged content, from the inputs of a result made from it.
+
+    None where that cannot be told without opening the slide: what it states itself is known only if it was used, or if
+    it had to be filled in.
+    """
+    if cohort_mpp is not None:
+        return resolve_mpp("", None, None, cohort_mpp=cohort_mpp) if plausible(cohort_mpp) else None
+    match recorded:
+        case {"mpp_source": "slide", "mpp": [int() | float() as x, int() | float() as y]}:
+            return SlideResolution((float(x), float(y)), "slide")
+        case {"mpp_source": "--mpp"} if fallback_mpp is not None and plausible(fallback_mpp):
+            return SlideResolution((fallback_mpp, fallback_mpp), "--mpp")
+    return None
 
 
 def plan_reading(

@@ -45,8 +45,8 @@ class TiffReader(RegionReader):
         levels: by level index. Every other level, and a tile that is missing or does not decode, is left to `other`:
             it may fill it in, or knows that it is damaged.
         held: what keeps the file open; closed with the reader.
-        other: None where no other reader opens the slide; then all levels are given, a missing tile is transparent
-            and one that does not decode a `TileReadError`.
+        other: knows the first levels, or is None where no other reader opens the slide. On a level that it does not
+            know a missing tile is transparent, and one that does not decode a `TileReadError`.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class TiffReader(RegionReader):
                 raise SourceUnavailable(f"{self._name}: the file cannot be read: {problem}") from None
         (x, y), (width, height) = (tuple(i * t for i, t in zip(place, source.tile, strict=True)), source.tile)
         width, height = min(width, source.size[0] - x), min(height, source.size[1] - y)
-        if self._other is not None:
+        if self._other is not None and level < len(self._other.level_sizes):
             return self._by_other(level, x, y, width, height)
         if source.is_missing(*place):
             return np.zeros((height, width, 4), np.uint8)

@@ -1,5 +1,6 @@
 """Where tissue is, on the overview, and which tiles are worth running."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,14 +8,18 @@ from numpy.typing import NDArray
 
 from inference.slides.grid import TileGrid
 from inference.slides.overview import Overview
+from inference.slides.pen import find_ink, majority
 
-METHOD = "chroma"
+METHOD = "chroma-ink"
 
 MIN_CHROMA = 16
 """Brightest minus darkest channel, in grey levels, from which a bright-field pixel counts as stained."""
 
 MIN_DARKNESS = 60
 """Grey levels below the glass from which a colourless bright-field pixel counts as tissue."""
+
+DARK_SHARE = 1 / 3
+"""Share of the glass's grey level below which tissue is dark: some 3 % of skin's epidermis, next to none elsewhere."""
 
 DARK_BACKGROUND = 40
 """Median grey level below which a slide is taken for fluorescence: tissue is what is brighter."""
@@ -29,7 +34,10 @@ NOISE = 1e-6
 """Shares of a tile below this are rounding: less than a twentieth of a pixel of 224 x 224."""
 
 STRIP_PX = 1024
-"""Mask rows or columns taken at a time where that saves memory."""
+"""Mask columns integrated at a time, to save memory."""
+
+STRIP_ROWS = 256
+"""Mask rows looked at a time, to save memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,57 +53,122 @@ class Coverage:
         return (self.tissue >= min_tissue) & (self.tissue > 0) | self.damaged
 
 
-def tissue_mask(overview: Overview) -> NDArray[np.bool_]:
-    """Tissue at mask scale.
+@dataclass(frozen=True, eq=False)
+class Appearance:
+    """What the pixels of an overview look like: planes (H, W) at mask scale.
 
-    Fixed thresholds on colour, against the slide's own glass or dark background: a damaged region
-    cannot move the decision anywhere else. Missing pixels are background, unreadable ones tissue.
+    Attributes:
+        tissue: what is stained, or glows on a dark background. Fixed thresholds on colour, against the slide's own
+            glass or background: a damaged region cannot move the decision anywhere else. Ink and missing pixels are
+            no tissue, unreadable ones are.
+        pen: ink on the glass.
+        dark: neither ink nor glass, and darker than single layers of well stained tissue: folds, dense pigment.
+        blank: glass, or a dark background, that was read.
+        saturation: uint8, of hue-saturation-value, 255 for a pure colour.
+        bright_field: whether the background is glass, and not dark as in fluorescence, where ink and folds are not
+            looked for.
     """
-    red, green, blue = np.moveaxis(overview.rgb, 2, 0)
+
+    tissue: NDArray[np.bool_]
+    pen: NDArray[np.bool_]
+    dark: NDArray[np.bool_]
+    blank: NDArray[np.bool_]
+    saturation: NDArray[np.uint8]
+    bright_field: bool
+
+
+def tissue_mask(overview: Overview) -> NDArray[np.bool_]:
+    """Tissue at mask scale; see `Appearance.tissue`."""
+    return appearance(overview).tissue
+
+
+def appearance(overview: Overview) -> Appearance:
+    """Look at every pixel of an overview; memory beyond the planes does not grow with it."""
+    rgb, present = overview.rgb, overview.missing < 0.5
+    seen = present & ~overview.unreadable
+    greys = _histogram(rgb, seen)
+    bright_field = not 0 <= _median(greys) < DARK_BACKGROUND
+    glass = _mode(greys, GLASS) if bright_field else _mode(greys, (0, DARK_BACKGROUND))
+    pen = find_ink(rgb, glass, seen) if bright_field else np.zeros_like(seen)
+    stained, dark = np.zeros_like(seen), np.zeros_like(seen)
+    saturation = np.zeros(seen.shape, np.uint8)
+    for strip in _strips(len(rgb)):
+        brightest, darkest, total = _extremes(rgb[strip])
+        saturation[strip] = np.float32(255) * (brightest - darkest) / np.maximum(brightest, 1)
+        if bright_field:
+            stained[strip] = (brightest - darkest >= MIN_CHROMA) | (total < 3 * (glass - MIN_DARKNESS))
+            dark[strip] = total < 3 * DARK_SHARE * glass
+        else:
+            stained[strip] = brightest > glass + MIN_GLOW
+    stained &= present & ~pen
+    return Appearance(
+        tissue=np.asarray(majority(stained) & ~pen | overview.unreadable),
+        pen=pen,
+        dark=dark & seen & ~pen,
+        blank=seen & ~stained & ~pen,
+        saturation=saturation,
+        bright_field=bright_field,
+    )
+
+
+def _extremes(rgb: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.uint16]]:
+    """Brightest and darkest channel of every pixel, and three times its grey level."""
+    red, green, blue = np.moveaxis(rgb, 2, 0)
     brightest = np.maximum(np.maximum(red, green), blue)
     darkest = np.minimum(np.minimum(red, green), blue)
-    total = red.astype(np.uint16) + green + blue  # three times the grey level
-    present = overview.missing < 0.5
-    seen = _histogram(total, present & ~overview.unreadable)
-    if 0 <= _median(seen) < DARK_BACKGROUND:
-        mask = brightest > _mode(seen, (0, DARK_BACKGROUND)) + MIN_GLOW
-    else:
-        mask = (brightest - darkest >= MIN_CHROMA) | (total < 3 * (_mode(seen, GLASS) - MIN_DARKNESS))
-    return np.asarray(_majority(mask & present) | overview.unreadable)
+    return brightest, darkest, red.astype(np.uint16) + green + blue
 
 
 def coverage(overview: Overview, mask: NDArray[np.bool_], grid: TileGrid) -> Coverage:
     """Exact area shares of each grid tile's footprint."""
-    tissue = _tile_means(mask, overview.scale, grid)
-    missing = _tile_means(overview.missing, overview.scale, grid)
-    damaged = _tile_means(overview.unreadable, overview.scale, grid) > 0
+    tissue = tile_means(mask, overview.scale, grid)
+    missing = tile_means(overview.missing, overview.scale, grid)
+    damaged = tile_means(overview.unreadable, overview.scale, grid) > 0
     return Coverage(tissue.ravel(), missing.ravel(), damaged.ravel())
 
 
-def _tile_means(
-    plane: NDArray[np.bool_] | NDArray[np.float32], scale: tuple[float, float], grid: TileGrid
+def tile_means(
+    plane: NDArray[np.bool_] | NDArray[np.uint8] | NDArray[np.float32],
+    scale: tuple[float, float],
+    grid: TileGrid,
+    *,
+    full: float = 1,
 ) -> NDArray[np.float32]:
-    """Mean of a mask-scale plane over every tile's footprint: (n_rows, n_cols)."""
+    """Mean of a mask-scale plane over every tile's footprint, as a share of `full`: (n_rows, n_cols)."""
     if not plane.any():  # most slides miss nothing
         return np.zeros((grid.n_rows, grid.n_cols), np.float32)
-    rows = _interval_means(plane, grid.n_rows, grid.step[1] / scale[1], grid.footprint[1] / scale[1])
-    columns = _interval_means(rows.T, grid.n_cols, grid.step[0] / scale[0], grid.footprint[0] / scale[0])
+    rows = _interval_means(plane, *_intervals(grid, 1, grid.n_rows, scale[1]))
+    columns = _interval_means(rows.T, *_intervals(grid, 0, grid.n_cols, scale[0]))
+    columns /= full
     columns[columns < NOISE] = 0
     return np.ascontiguousarray(np.minimum(columns.T, 1), np.float32)
 
 
+def _intervals(
+    grid: TileGrid, axis: int, count: int, scale: float
+) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:
+    """Where tiles begin and end along an axis, and how long each is, in mask pixels."""
+    start = grid.positions(np.arange(count), axis)
+    stop = start + grid.footprint[axis]
+    if grid.edge == "pad":  # the last mask pixel may reach beyond the slide, where a tile has only padding
+        stop = np.minimum(stop, grid.slide_size[axis])
+    return start / scale, stop / scale, grid.footprint[axis] / scale
+
+
 def _interval_means(
-    plane: NDArray[np.bool_] | NDArray[np.float32] | NDArray[np.float64], count: int, step: float, length: float
+    plane: NDArray[np.bool_] | NDArray[np.uint8] | NDArray[np.float32] | NDArray[np.float64],
+    start: NDArray[np.float64],
+    stop: NDArray[np.float64],
+    length: float,
 ) -> NDArray[np.float64]:
-    """Means along axis 0 over intervals [i * step, i * step + length], from the integral with linear steps."""
+    """Means along axis 0 over intervals of one length, from the integral with linear steps; 0 beyond the plane."""
     size, width = plane.shape
-    start = np.arange(count, dtype=np.float64) * step
-    means = np.empty((count, width))
+    means = np.empty((len(start), width))
     for left in range(0, width, STRIP_PX):
         part = plane[:, left : left + STRIP_PX]
         integral = np.zeros((size + 1, part.shape[1]))
         np.cumsum(part, axis=0, dtype=np.float64, out=integral[1:])
-        means[:, left : left + STRIP_PX] = (_at(integral, start + length) - _at(integral, start)) / length
+        means[:, left : left + STRIP_PX] = (_at(integral, stop) - _at(integral, start)) / length
     return means
 
 
@@ -106,20 +179,18 @@ def _at(integral: NDArray[np.float64], position: NDArray[np.float64]) -> NDArray
     return np.asarray(integral[low] + (position - low)[:, None] * (integral[low + 1] - integral[low]))
 
 
-def _majority(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """What most of the 3 x 3 pixels around each one are: removes specks and gaps, and nothing far away moves it."""
-    padded = np.pad(mask.view(np.uint8), 1, mode="edge")
-    rows = padded[:-2] + padded[1:-1] + padded[2:]
-    return np.asarray(rows[:, :-2] + rows[:, 1:-1] + rows[:, 2:] >= 5)
-
-
-def _histogram(total: NDArray[np.uint16], where: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Counts of the 256 grey levels, from three times the grey."""
+def _histogram(rgb: NDArray[np.uint8], where: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Counts of the 256 grey levels."""
     counts = np.zeros(256, np.int64)
-    for top in range(0, len(total), STRIP_PX):
-        strip = slice(top, top + STRIP_PX)
-        counts += np.bincount(total[strip][where[strip]] // 3, minlength=256)
+    for strip in _strips(len(rgb)):
+        total = rgb[strip].sum(axis=2, dtype=np.uint16)
+        counts += np.bincount(total[where[strip]] // 3, minlength=256)
     return counts
+
+
+def _strips(height: int) -> Iterator[slice]:
+    """Rows of a picture, a few at a time."""
+    return (slice(top, top + STRIP_ROWS) for top in range(0, height, STRIP_ROWS))
 
 
 def _median(histogram: NDArray[np.integer]) -> int:

@@ -21,6 +21,7 @@ from inference.engine.run import find_slides
 from inference.errors import Broken, CallerError, ConfigError, InferenceError, StoreError, StoreFull
 from inference.interrupts import StopRequest
 from inference.models.registry import registered_models
+from inference.slides.discovery import is_url
 from inference.slides.keys import key_secret
 from inference.slides.resolution import parse_mpp
 from inference.store.files import store_errors, write_atomic
@@ -110,7 +111,7 @@ def layout_of(slides: str, mpp: str, model: str, out: Path) -> Layout:
     os.environ.setdefault("SLIDE_MODEL_CACHE", str(out / "demo" / "models"))
     if not slides:
         return Layout(out / "demo", mpp=level0, model=model or None)
-    source = Path(slides).absolute()
+    source = slides if is_url(slides) else Path(slides).absolute()
     # Said now, in one line, rather than by a failed run.
     find_slides([source])
     return Layout(run_folder(out / "runs", source, key_secret()), source, level0, model or None)

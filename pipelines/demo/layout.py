@@ -26,13 +26,13 @@ class Layout:
 
     Attributes:
         out: the run's folder.
-        source: what is run; the demo cohort where None.
+        source: what is run, as text if it is a URL; the demo cohort where None.
         mpp: level-0 µm/px for slides that state none.
         model: a checkpoint or model file, instead of the pipeline's own.
     """
 
     out: Path
-    source: Path | None = None
+    source: str | Path | None = None
     mpp: float | None = None
     model: str | None = None
 
@@ -74,9 +74,10 @@ class Layout:
         os.environ.setdefault("SLIDE_MODEL_CACHE", str(self.out / "models"))
 
 
-def run_folder(runs: Path, source: Path, secret: str | None) -> Path:
+def run_folder(runs: Path, source: str | Path, secret: str | None) -> Path:
     """The folder of a source's runs: called as the source is, unless that is secret or taken by another source."""
-    name = source.stem if source.is_file() else source.name
+    path = Path(source)
+    name = path.stem if path.is_file() else path.name
     if secret is not None:
         return runs / hidden_key(str(source), secret)
     folder = runs / (re.sub(r"[^\w.-]+", "-", name).strip("-.") or "slides")
@@ -86,5 +87,5 @@ def run_folder(runs: Path, source: Path, secret: str | None) -> Path:
     return folder
 
 
-def _digest(source: Path) -> str:
+def _digest(source: str | Path) -> str:
     return hashlib.sha256(os.fsencode(source)).hexdigest()

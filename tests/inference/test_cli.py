@@ -113,7 +113,7 @@ def test_every_slide_gets_one_line_that_begins_with_what_became_of_it_and_a_fail
     assert ended.code == 1
     good, glass, no_mpp, page, link = ended.lines
     assert good.startswith("ok                a good one.svs  4 of 4 tiles, ")
-    assert glass == "empty             glass.svs       no tiles: no tissue was found"
+    assert glass == "empty             glass.svs       no tiles: no tissue was found: the slide is 100 % bare glass"
     assert no_mpp == (
         "failed            no-mpp.svs      unknown_resolution: the slide says nothing of its resolution: give its "
         "level-0 µm/px with --mpp X (make: MPP=X) or in a cohort file's mpp column"

@@ -13,8 +13,8 @@ from inference.slides.discovery import SlideRef, discover
 Pixels = NDArray[np.uint8]
 
 GLASS = (243, 243, 243)
-POISON = (200, 30, 60)
-"""Colour of a tile that a scripted model refuses; tissue by its chroma."""
+POISON = (150, 30, 120)
+"""Colour of a tile that a scripted model refuses; tissue by its chroma, and no ink of a pen."""
 
 TILE_PX = 224
 JPEG_TILE_PX = 256

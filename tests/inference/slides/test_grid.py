@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference.errors import ConfigError
@@ -71,6 +71,7 @@ def test_an_enlarged_slides_last_tile_overhangs_by_half_a_model_pixel_at_most() 
         assert end + grid.step[axis] > grid.slide_size[axis]
 
 
+@settings(deadline=None)
 @given(
     st.integers(1, 5000),
     st.floats(1, 600),

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from inference.slides.grid import TileGrid
+from inference.slides.opening import open_slide
 from inference.slides.overview import Overview, read_overview
-from inference.slides.reader import SlideReader, open_slide
+from inference.slides.reader import SlideReader
 from inference.slides.resolution import plan_reading
 from inference.slides.sampling import TileSampler, make_grid
 from inference.slides.tissue import Coverage, coverage, tissue_mask
@@ -43,14 +44,14 @@ def _glass(height: int = 40, width: int = 60, colour: tuple[int, int, int] = GLA
 def _survey(
     reader: SlideReader, mpp: tuple[float, float] | None = None, *, target: float = 0.5
 ) -> tuple[NDArray[np.bool_], Coverage, TileGrid, TileSampler]:
-    """Mask, coverage, grid and sampler of a slide for tiles of 224 px."""
+    """Mask, coverage, grid and sampler of all tiles, of 224 px."""
     stated = mpp or reader.mpp
     assert stated is not None
     overview = read_overview(reader, stated)
     plan = plan_reading("S1", reader.level_sizes, stated, target)
     grid = make_grid(reader.level_sizes[0], stated, plan, 224, 224)
     mask = tissue_mask(overview)
-    return mask, coverage(overview, mask, grid), grid, TileSampler(reader, plan, grid)
+    return mask, coverage(overview, mask, grid), grid, TileSampler(reader, plan, grid, *grid.cells())
 
 
 # --- the mask -------------------------------------------------------------------------------------------------
@@ -338,5 +339,5 @@ def test_the_four_tiles_on_the_bad_one_are_planned_and_all_others_as_if_it_were_
         assert found.missing[touched] == pytest.approx([0.3214, 0.3673, 0.2143, 0.2449], abs=1e-4)
         assert (found.missing[~touched] == 0).all()
         if name == "tile-zero-length.svs":
-            read = [sampler.read(*cell).missing_fraction for cell in GARBAGE]
+            read = [sampler.read(row * grid.n_cols + col).missing_fraction for row, col in GARBAGE]
             assert found.missing[touched] == pytest.approx(read, abs=1e-6), "planned and read agree"
