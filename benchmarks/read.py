@@ -1,4 +1,4 @@
-"""How fast tiles are read, against the decoder alone, OpenSlide and pyvips: `python -m benchmarks.read`, or `make bench`.
+"""How fast tiles are read, against the decoder alone, OpenSlide and pyvips: `python -m benchmarks.read`.
 
 The same tiles of the same slide by every reader, in turn, five times in one run; the ratios compare medians. Bare
 decoding is each JPEG tile that is touched, decoded once at the same scale, its bytes in memory and its pixels dropped.
@@ -23,8 +23,8 @@ import tifffile
 from PIL import Image
 
 from benchmarks._bench import OUT, machine, print_table, write_json
-from inference.slides._tiff_levels import CompressedLevel
 from inference.slides.opening import open_slide
+from inference.slides.overview import read_overview
 from inference.slides.readahead import CHUNK, ReadAhead
 from inference.slides.resolution import plan_reading
 from inference.slides.sampling import TileSampler, make_grid
@@ -150,7 +150,7 @@ class BareDecode:
     def __init__(self, path: Path, sampler: TileSampler) -> None:
         file = path.open("rb", buffering=0)
         page = tifffile.TiffFile(str(path)).pages[0]
-        self._level = CompressedLevel(file.fileno(), page, (page.imagewidth, page.imagelength))
+        self._level = level_of(file.fileno(), page)
         self._reduction = sampler.plan.reduction
         self._bytes = [self._level.compressed(column, row) for column, row in sampler.blocks()]
         file.close()
@@ -195,16 +195,20 @@ class VipsTiles:
 
 def peak_rss_mb(path: Path) -> float:
     """Peak memory of a process of its own that reads rows of tiles across the whole width of a slide."""
-    code = "import sys; from benchmarks.read import read_rows; from pathlib import Path; print(read_rows(Path(sys.argv[1])))"
-    run = subprocess.run([sys.executable, "-c", code, str(path)], check=True, capture_output=True, text=True)  # noqa: S603
-    return float(run.stdout)
+    command = [sys.executable, "-m", "benchmarks.read", "--peak-rss", str(path)]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)  # noqa: S603
 
 
 def read_rows(path: Path) -> float:
     """Reads the overview and about 20,000 tiles of a slide; the process's peak RSS in MB."""
+    with open_slide(path, "slide") as reader:
+        read_overview(reader, reader.mpp or (TARGET_MPP, TARGET_MPP))
     read_all(Case(path, None, 20_000).sampler(), 2)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 if __name__ == "__main__":
-    main()
+    if "--peak-rss" in sys.argv:
+        print(read_rows(Path(sys.argv[-1])))
+    else:
+        main()

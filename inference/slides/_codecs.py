@@ -39,17 +39,15 @@ class TileDecoder(Protocol):
 class JpegDecoder:
     """Baseline and progressive JPEG through libjpeg-turbo, which decodes at 1/2, 1/4 and 1/8 by a smaller inverse DCT.
 
-    What TIFF says of the colours is put before the stream as Adobe's marker, since many streams say nothing or rely on
-    what a decoder assumes: without it, Aperio's RGB is taken for YCbCr.
+    What the slide says of the colours is put before the stream as Adobe's marker, since many streams say nothing or
+    rely on what a decoder assumes: without it, Aperio's RGB is taken for YCbCr.
     """
 
     name = f"jpeg, simplejpeg {version('simplejpeg')}"
 
-    def __init__(self, page: tifffile.TiffPage) -> None:
-        self._size, self.reduces = (page.tilewidth, page.tilelength), True
-        tables = page.jpegtables or b""
-        colours = 0 if page.photometric == _RGB else 1
-        marker = b"\xff\xee\x00\x0eAdobe" + struct.pack(">HHHB", 100, 0, 0, colours)
+    def __init__(self, tile: tuple[int, int], *, is_rgb: bool, tables: bytes = b"") -> None:
+        self._size, self.reduces = tile, True
+        marker = b"\xff\xee\x00\x0eAdobe" + struct.pack(">HHHB", 100, 0, 0, 0 if is_rgb else 1)
         self._head = _START_OF_IMAGE + marker + tables[2:-2]
 
     def __call__(self, data: bytes, reduction: int) -> NDArray[np.uint8]:
@@ -99,7 +97,10 @@ class WholeDecoder:
 
 def decoder_of(page: tifffile.TiffPage) -> TileDecoder:
     """The decoder of a page's tiles."""
-    return JpegDecoder(page) if page.compression == JPEG else WholeDecoder(page)
+    if page.compression != JPEG:
+        return WholeDecoder(page)
+    tile, tables = (page.tilewidth, page.tilelength), page.jpegtables or b""
+    return JpegDecoder(tile, is_rgb=page.photometric == _RGB, tables=tables)
 
 
 def _size_of_codestream(data: bytes) -> tuple[int, int] | None:

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference.errors import TileReadError
-from inference.slides._tiff_levels import CompressedLevel
+from inference.slides._compressed import CompressedLevel
 from inference.slides.openslide_reader import OpenSlideReader
 from inference.slides.pixels import reduce_area
 from inference.slides.resolution import REDUCTIONS

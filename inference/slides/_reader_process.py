@@ -27,7 +27,7 @@ _FIRST_ROOM = 1 << 23
 _alive: "weakref.WeakSet[ReaderProcess]" = weakref.WeakSet()
 
 
-class ProcessLost(Exception):  # noqa: N818 - it never leaves the readers
+class ProcessLost(Exception):
     """A reader process did not answer in time, or is no more.
 
     Attributes:
@@ -101,8 +101,6 @@ class ReaderProcess:
         """Size of the shared memory, made at least so large; no view of it may be in use."""
         if self.memory is None or len(self.memory) < size:
             room = max(_FIRST_ROOM, 1 << (size - 1).bit_length())
-            if self.memory is not None:
-                self.memory.close()
             os.ftruncate(self.file, room)
             self.memory = mmap.mmap(self.file, room)
         return len(self.memory)
@@ -119,16 +117,17 @@ class ReaderProcess:
         self.kill()
         if not self._wait(_REAP_S):
             # In a system call that cannot be interrupted: it ends when the disk or share answers.
-            threading.Thread(target=self._wait, args=(None,), name="reap-reader", daemon=True).start()
+            threading.Thread(target=self._process.wait, name="reap-reader", daemon=True).start()
         self._let_go()
 
     def last_words(self) -> str:
-        """The last line that it printed, without paths and names of files."""
+        """The last line that it printed, as the end of a message, without paths and names of files; '' for none."""
         lines = self._errors.decode(errors="replace").split("\n")
         line = next((line.strip() for line in reversed(lines) if line.strip()), "")
         for secret in sorted(filter(None, self._secrets), key=len, reverse=True):
-            line = line.replace(secret, "…")
-        return re.sub(r"\S*[/\\]\S*", "…", line)[:200]
+            line = re.sub(rf"(?<!\w){re.escape(secret)}(?!\w)", "…", line)
+        line = re.sub(r"\S*[/\\]\S*", "…", line)[:200]
+        return f"; it last wrote: {line}" if line else ""
 
     def forget(self) -> None:
         """In a forked child: close its ends of the pipes, for the process must see when the parent is gone."""
@@ -140,20 +139,21 @@ class ReaderProcess:
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             if pipe:
                 pipe.close()
-        if self.memory is not None:
-            self.memory.close()
+        self.memory = None  # unmapped with its last view
         if self.file >= 0:
             os.close(self.file)
             self.file = -1
 
-    def _wait(self, timeout_s: float | None) -> bool:
-        try:
-            self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return False
-        with self._lock:
-            self._reaped = True
-        return True
+    def _wait(self, timeout_s: float) -> bool:
+        """Whether it has ended; its number is given back under the lock, so that nobody kills its next owner."""
+        end, pause = time.monotonic() + timeout_s, 0.001
+        while True:
+            with self._lock:
+                self._reaped = self._reaped or self._process.poll() is not None
+            if self._reaped or time.monotonic() > end:
+                return self._reaped
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
 
     def _send(self, message: bytes, end: float) -> None:
         left = memoryview(message)

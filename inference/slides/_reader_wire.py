@@ -1,4 +1,4 @@
-"""What a reader process and the process that reads through it say to each other: JSON lines, and pixels in shared memory.
+"""What a reader process and whoever reads through it say to each other: JSON lines, and pixels in shared memory.
 
 A request is one object on a line, and so is its answer. Pixels lie in one file that has no name and that both map:
 RGB or RGBA rows without gaps, then, at the next multiple of 4, the float32 share of each pixel that is missing.
@@ -6,10 +6,10 @@ RGB or RGBA rows without gaps, then, at the next multiple of 4, the float32 shar
 
 import base64
 import json
-from mmap import mmap
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import TypedDict
+from mmap import mmap
+from typing import Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -109,7 +109,7 @@ class Facts:
         return cls(**{name: _frozen(value) for name, value in json.loads(text).items()})
 
 
-def _frozen(value: object) -> object:
+def _frozen(value: Any) -> Any:
     """JSON has no tuples."""
     return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
 

@@ -1,7 +1,6 @@
-"""The tiled levels of a TIFF, known by the place and length of each compressed tile."""
+"""The tiled levels of a TIFF, as tifffile finds them."""
 
 import logging
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,13 +8,12 @@ from itertools import islice
 
 import numpy as np
 import tifffile
-from numpy.typing import NDArray
 
-from inference.slides._codecs import JPEG, JPEG2000, TileDecoder, decoder_of
+from inference.slides._codecs import JPEG, JPEG2000, decoder_of
+from inference.slides._compressed import CompressedLevel
 
 MAX_DIRECTORIES = 1000  # far above what a slide has
 _MAX_TILE_PIXELS = 1 << 24
-_MAX_EXPANSION = 4  # compressed bytes per raw byte: noise grows a little, nothing grows more
 
 # Without, LZW, JPEG, deflate (two numbers), PackBits, JPEG 2000, Zstandard, WebP. Not JPEG 2000 as 33003, whose YCbCr
 # tifffile leaves unconverted.
@@ -23,59 +21,18 @@ _COMPRESSIONS = (1, 5, JPEG, 8, 32946, 32773, JPEG2000, 50000, 50001)
 _RGB, _YCBCR = 2, 6
 
 
-class CompressedLevel:
-    """One level of a tiled RGB TIFF; `descriptor` is the open file. Safe to read from several threads.
-
-    Attributes:
-        size: width and height of the level, which the stored image may exceed.
-        tile: width and height of a compressed tile.
-        decoder: how its tiles are decoded.
-    """
-
-    def __init__(self, descriptor: int, page: tifffile.TiffPage, size: tuple[int, int]) -> None:
-        self._descriptor = descriptor
-        self.size = size
-        self.tile: tuple[int, int] = (page.tilewidth, page.tilelength)
-        self.columns = -(-page.imagewidth // self.tile[0])
-        self.decoder: TileDecoder = decoder_of(page)
-        self._offsets = np.asarray(page.dataoffsets, np.uint64)
-        self._counts: NDArray[np.uint64] = np.asarray(page.databytecounts, np.uint64)
-        self._most = _MAX_EXPANSION * 3 * self.tile[0] * self.tile[1]
-
-    def is_missing(self, column: int, row: int) -> bool:
-        """Whether the file holds no bytes for a tile."""
-        return not self._counts[row * self.columns + column]
-
-    def compressed(self, column: int, row: int) -> bytes:
-        """The bytes of a tile.
-
-        Raises:
-            ValueError: there are none, or far more than a tile can need.
-            OSError: the file cannot be read.
-        """
-        index = row * self.columns + column
-        count = int(self._counts[index])
-        if not 0 < count <= self._most:
-            raise ValueError("a tile is missing or impossibly large")
-        return os.pread(self._descriptor, count, int(self._offsets[index]))
-
-    def decode(self, column: int, row: int, reduction: int) -> NDArray[np.uint8]:
-        """A whole tile as RGB, reduced; what lies beyond the level is the encoder's filling.
-
-        Raises:
-            ValueError: it is missing or does not decode.
-            OSError: the file cannot be read.
-        """
-        return self.decoder(self.compressed(column, row), reduction)
-
-    def heaviest(self) -> tuple[int, int]:
-        """Column and row of the tile of most bytes: the one with most to see."""
-        row, column = divmod(int(self._counts.argmax()), self.columns)
-        return column, row
-
-    def reduces(self, reduction: int) -> bool:
-        """Whether its tiles are whole pixels at a reduction."""
-        return not (self.tile[0] % reduction or self.tile[1] % reduction)
+def level_of(descriptor: int, page: tifffile.TiffPage, size: tuple[int, int] | None = None) -> CompressedLevel:
+    """The tiles of a plain page; `size` where the level is smaller than the stored image."""
+    tile = (page.tilewidth, page.tilelength)
+    return CompressedLevel(
+        descriptor,
+        size or (page.imagewidth, page.imagelength),
+        tile,
+        -(-page.imagewidth // tile[0]),
+        decoder_of(page),
+        page.dataoffsets,
+        page.databytecounts,
+    )
 
 
 def tiled_pages(tiff: tifffile.TiffFile) -> list[tifffile.TiffPage]:

@@ -8,12 +8,13 @@ from pathlib import Path
 import tifffile
 
 from inference.errors import InferenceError, SourceUnavailable, UnreadableSlide
+from inference.slides._compressed import CompressedLevel
 from inference.slides._files import open_regular, source_lost
 from inference.slides._proof import disproof
-from inference.slides._tiff_levels import CompressedLevel, is_plain, quiet, tiled_pages
+from inference.slides._tiff_levels import is_plain, level_of, quiet, tiled_pages
+from inference.slides.compressed_reader import CompressedReader, SlideFacts
 from inference.slides.openslide_reader import OpenSlideReader
 from inference.slides.reader import SlideReader
-from inference.slides.tiff_reader import SlideFacts, TiffReader
 from inference.slides.tifffile_slides import open_tiff
 
 log = logging.getLogger(__name__)
@@ -71,10 +72,10 @@ def _fast(
     levels: dict[int, CompressedLevel],
     problems: Sequence[str],
     held: ExitStack,
-) -> TiffReader:
+) -> CompressedReader:
     codecs = ", ".join(sorted({level.decoder.name for level in levels.values()}))
     left = f"; {len(slow.level_sizes) - len(levels)} of its levels through OpenSlide: {problems[0]}" if problems else ""
-    return TiffReader(
+    return CompressedReader(
         path,
         name,
         SlideFacts(
@@ -127,4 +128,4 @@ def _level_of(
         return f"{len(same)} of the stored images have its size"
     if not is_plain(same[0]):
         return f"its tiles are no 8-bit RGB in a known codec ({same[0].compression.name}, {same[0].photometric.name})"
-    return CompressedLevel(descriptor, same[0], size)
+    return level_of(descriptor, same[0], size)

@@ -5,8 +5,11 @@ from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 _A = TypeVar("_A", bound=np.generic)
+
+_FOUR_CHANNELS, _OPAQUE = np.dtype("<u4"), 0xFF000000
 
 
 def composite(rgba: NDArray[np.uint8], background: tuple[int, int, int]) -> NDArray[np.uint8]:
@@ -20,6 +23,60 @@ def composite(rgba: NDArray[np.uint8], background: tuple[int, int, int]) -> NDAr
     mixed += 127
     mixed //= 255
     return mixed.astype(np.uint8)
+
+
+def flatten(
+    rgba: NDArray[np.uint8], background: tuple[int, int, int], factor: int
+) -> tuple[NDArray[np.uint8], NDArray[np.float32] | None]:
+    """RGBA (H, W, 4) over a background, reduced by the area mean: RGB, and the share of each pixel without any.
+
+    A last row or column of blocks that is not whole is the mean of what there is. None where no alpha is 0.
+    """
+    rgba = edge_padded(np.ascontiguousarray(rgba), factor)
+    alpha = rgba[..., 3]
+    if rgba.view(_FOUR_CHANNELS).min(initial=_OPAQUE) >= _OPAQUE:
+        return _packed(_reduced_four(rgba, factor)), None
+    absent = alpha == 0
+    missing = _share(absent, factor) if absent.any() else None
+    if not ((alpha == 255) | absent).all():
+        return reduce_area(composite(rgba, background), factor), missing
+    filled = rgba.copy()
+    filled.view(_FOUR_CHANNELS)[..., 0][absent] = int.from_bytes(bytes((*background, 255)), "little")
+    return _packed(_reduced_four(filled, factor)), missing
+
+
+def _share(plane: NDArray[np.bool_], factor: int) -> NDArray[np.float32]:
+    """Share of each factor x factor block that is set; counted in whole numbers, which is several times faster."""
+    rows = np.zeros((plane.shape[0] // factor, plane.shape[1]), np.uint16)
+    for offset in range(factor):
+        rows += plane[offset::factor]
+    counts = np.zeros((rows.shape[0], rows.shape[1] // factor), np.uint16)
+    for offset in range(factor):
+        counts += rows[:, offset::factor]
+    return np.asarray(counts / np.float32(factor * factor), np.float32)
+
+
+def _reduced_four(image: NDArray[np.uint8], factor: int) -> NDArray[np.uint8]:
+    """`reduce_area` of four channels, which are summed as lanes of one number: several times faster than three."""
+    if factor == 1:
+        return image
+    height, width, _ = image.shape
+    rows = np.zeros((height // factor, width, 4), np.uint16)
+    for offset in range(factor):
+        rows += image[offset::factor]
+    lanes = rows.view(np.uint64)[..., 0]
+    total = lanes[:, ::factor].copy()
+    for offset in range(1, factor):
+        total += lanes[:, offset::factor]  # no lane overflows: 255 * 8 * 8 fits 16 bits
+    sums = total.view(np.uint16).reshape(height // factor, width // factor, 4)
+    return ((sums + factor * factor // 2) // (factor * factor)).astype(np.uint8)
+
+
+def _packed(rgba: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The first three channels side by side; Pillow's packer is five times as fast as NumPy's copy."""
+    height, width, _ = rgba.shape
+    image = Image.frombuffer("RGBA", (width, height), rgba, "raw", "RGBA", 0, 1)
+    return np.frombuffer(image.tobytes("raw", "RGB"), np.uint8).reshape(height, width, 3)
 
 
 def reduce_area(image: NDArray[np.uint8], factor: int) -> NDArray[np.uint8]:

@@ -6,7 +6,7 @@ from typing import Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from inference.slides.pixels import block_mean, composite, edge_padded, reduce_area
+from inference.slides.pixels import flatten
 
 MAX_REGION_PIXELS = 1 << 26
 """Largest region of one read; larger requests are a mistake of the caller."""
@@ -150,12 +150,7 @@ class RegionReader:
 
 def pixels_of(rgba: NDArray[np.uint8], background: tuple[int, int, int], reduction: int) -> Pixels:
     """RGBA of a level as `Pixels` of the reduced level, by the area mean."""
-    rgb = edge_padded(composite(rgba, background), reduction)
-    absent = rgba[..., 3] == 0
-    if not absent.any():
-        return Pixels(reduce_area(rgb, reduction))
-    share = block_mean(edge_padded(absent.astype(np.float32), reduction), reduction)
-    return Pixels(reduce_area(rgb, reduction), share)
+    return Pixels(*flatten(rgba, background, reduction))
 
 
 def _supertile(stored: int, least: int, reduction: int, whole: int) -> int:

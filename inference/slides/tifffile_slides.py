@@ -10,13 +10,14 @@ from pathlib import Path
 import tifffile
 
 from inference.errors import InferenceError, SourceUnavailable
+from inference.slides._compressed import CompressedLevel
 from inference.slides._files import open_regular, source_lost
 from inference.slides._proof import disproof
 from inference.slides._refusal import require_whole
-from inference.slides._tiff_levels import CompressedLevel, is_plain, quiet, tiled_pages
+from inference.slides._tiff_levels import is_plain, level_of, quiet, tiled_pages
 from inference.slides._tiff_refusal import refused_pixels
+from inference.slides.compressed_reader import CompressedReader, SlideFacts
 from inference.slides.openslide_reader import OpenSlideReader
-from inference.slides.tiff_reader import SlideFacts, TiffReader
 
 _CENTIMETRE, _INCH = 3, 2
 _MICRONS = {_CENTIMETRE: 1e4, _INCH: 25400.0}
@@ -25,7 +26,7 @@ _RESOLUTION_UNIT, _X_RESOLUTION, _Y_RESOLUTION, _ICC_PROFILE = 296, 282, 283, 34
 _SAME_ASPECT = 0.02
 
 
-def open_tiff(path: Path, name: str, other: OpenSlideReader | None) -> TiffReader | None:
+def open_tiff(path: Path, name: str, other: OpenSlideReader | None) -> CompressedReader | None:
     """A slide read by tifffile's account of it; None where that is no better than OpenSlide's.
 
     Args:
@@ -47,7 +48,7 @@ def open_tiff(path: Path, name: str, other: OpenSlideReader | None) -> TiffReade
                 known = 0 if other is None else len(other.level_sizes)
                 if len(pages) <= known or not all(is_plain(page) for page in pages):
                     return None
-                levels = [CompressedLevel(file.fileno(), p, (p.imagewidth, p.imagelength)) for p in pages]
+                levels = [level_of(file.fileno(), p) for p in pages]
                 facts = _facts(tiff, levels, other)
                 for index, level in enumerate(levels):
                     if other is not None and index < known and disproof(other, index, level):
@@ -61,7 +62,7 @@ def open_tiff(path: Path, name: str, other: OpenSlideReader | None) -> TiffReade
             return None
         codecs = ", ".join(sorted({level.decoder.name for level in levels}))
         why = "OpenSlide does not open it" if other is None else f"OpenSlide sees {known} of its {len(levels)} levels"
-        return TiffReader(
+        return CompressedReader(
             path,
             name,
             facts,

@@ -33,6 +33,9 @@ from tests.inference.store.mounts import fill, tmpfs
         ({"max_failed_share": -0.1}, "between 0 and 1"),
         ({"min_tissue": "0.5"}, "min_tissue is '0.5': give a number between 0 and 1"),
         ({"min_tissue": True}, "min_tissue is True"),
+        ({"max_pen": 1.5}, "max_pen is 1.5: give a number between 0 and 1, or None"),
+        ({"tissue_model": ""}, "tissue_model is '': give a model's name or path, or None"),
+        ({"tissue_model": 3}, "tissue_model is 3"),
         ({"max_failed_share": None}, "max_failed_share is None"),
         ({"mpp": "0.5"}, "no µm/px"),
         ({"mpp": True}, "no µm/px"),
@@ -120,6 +123,8 @@ def test_what_moves_a_stages_numbers_moves_its_address_and_all_that_follow_and_n
 
     later = ["predict", "features", "prediction", "heatmap"]
     assert moved(addresses(demo_checkpoint, min_tissue=0.2)) == ["tiles", *later]
+    assert moved(addresses(demo_checkpoint, max_pen=1.0)) == ["tiles", *later]
+    assert moved(addresses(demo_checkpoint, max_pen=None)) == []
     assert moved(addresses(demo_checkpoint, top_k=3)) == ["prediction"]
     assert moved(addresses(demo_checkpoint, batch_size=7, readers=3, device="cuda", lock_wait_s=1.0)) == []
     manifest = demo_checkpoint.manifest

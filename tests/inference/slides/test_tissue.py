@@ -17,7 +17,7 @@ from inference.slides.overview import Overview, read_overview
 from inference.slides.reader import SlideReader
 from inference.slides.resolution import plan_reading
 from inference.slides.sampling import TileSampler, make_grid
-from inference.slides.tissue import Coverage, coverage, tissue_mask
+from inference.slides.tissue import STRIP_ROWS, Coverage, appearance, coverage, tissue_mask
 from tests.inference.slides.synthetic import ArrayReader, Pixels
 
 GLASS = (243, 243, 243)
@@ -77,6 +77,18 @@ def test_glass_alone_is_no_tissue() -> None:
     for colour in (GLASS, (255, 255, 255), (215, 215, 220)):
         noisy = np.clip(_glass(colour=colour).astype(int) + rng.integers(-3, 4, (40, 60, 1)), 0, 255)
         assert not tissue_mask(_overview(noisy.astype(np.uint8))).any()
+
+
+def test_a_picture_taken_in_many_strips_is_decided_as_in_one_piece() -> None:
+    rng = np.random.default_rng(3)
+    rgb = _glass(2 * STRIP_ROWS + 50, 40)
+    rgb[100:, 5:35] = np.clip(np.array(STAINED) + rng.integers(-60, 61, (len(rgb) - 100, 30, 1)), 0, 255)
+    seen = appearance(_overview(rgb))
+    part = appearance(_overview(rgb[STRIP_ROWS - 60 :]))
+    for name in ("tissue", "pen", "dark", "blank", "saturation"):
+        assert np.array_equal(getattr(seen, name)[STRIP_ROWS - 50 :], getattr(part, name)[10:]), name
+    assert seen.dark.any()
+    assert seen.tissue[110:, 10:30].mean() > 0.99
 
 
 def test_a_slide_full_of_tissue_is_all_tissue() -> None:

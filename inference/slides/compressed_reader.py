@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference.errors import SlideChanged, SourceUnavailable, TileReadError
+from inference.slides._compressed import CompressedLevel
 from inference.slides._files import source_lost
 from inference.slides._refusal import FileState, require_regular_file
-from inference.slides._tiff_levels import CompressedLevel
 from inference.slides.reader import Pixels, RegionReader, SlideReader, pixels_of, require_region
 
 
@@ -35,7 +35,7 @@ class SlideFacts:
     quickhash: str | None = None
 
 
-class TiffReader(RegionReader):
+class CompressedReader(RegionReader):
     """A slide whose levels, or some of them, are read by compressed tiles; the others by another reader.
 
     The file is held open, so that it stays the same inode; before every read the file of that name must still be it.

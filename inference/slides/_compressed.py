@@ -1,0 +1,77 @@
+"""A level known by the place and length of each compressed tile in its file."""
+
+import os
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference.slides._codecs import TileDecoder
+
+_MAX_EXPANSION = 4  # compressed bytes per raw byte: noise grows a little, nothing grows more
+
+
+class CompressedLevel:
+    """One tiled RGB level. Safe to read from several threads.
+
+    Args:
+        descriptor: the open file.
+        columns: tiles per row.
+        offsets, counts: place and length in bytes of each tile, row by row; a length of 0 is a missing tile.
+
+    Attributes:
+        size: width and height of the level, which the tiles may exceed.
+        tile: width and height of a compressed tile.
+        decoder: how its tiles are decoded.
+    """
+
+    def __init__(
+        self,
+        descriptor: int,
+        size: tuple[int, int],
+        tile: tuple[int, int],
+        columns: int,
+        decoder: TileDecoder,
+        offsets: Sequence[int],
+        counts: Sequence[int],
+    ) -> None:
+        self._descriptor = descriptor
+        self.size, self.tile, self.columns, self.decoder = size, tile, columns, decoder
+        self._offsets = np.asarray(offsets, np.uint64)
+        self._counts = np.asarray(counts, np.uint64)
+        self._most = _MAX_EXPANSION * 3 * tile[0] * tile[1]
+
+    def is_missing(self, column: int, row: int) -> bool:
+        """Whether the file holds no bytes for a tile."""
+        return not self._counts[row * self.columns + column]
+
+    def compressed(self, column: int, row: int) -> bytes:
+        """The bytes of a tile.
+
+        Raises:
+            ValueError: there are none, or far more than a tile can need.
+            OSError: the file cannot be read.
+        """
+        index = row * self.columns + column
+        count = int(self._counts[index])
+        if not 0 < count <= self._most:
+            raise ValueError("a tile is missing or impossibly large")
+        return os.pread(self._descriptor, count, int(self._offsets[index]))
+
+    def decode(self, column: int, row: int, reduction: int) -> NDArray[np.uint8]:
+        """A whole tile as RGB, reduced; what lies beyond the level is the encoder's filling.
+
+        Raises:
+            ValueError: it is missing or does not decode.
+            OSError: the file cannot be read.
+        """
+        return self.decoder(self.compressed(column, row), reduction)
+
+    def heaviest(self) -> tuple[int, int]:
+        """Column and row of the tile of most bytes: the one with most to see."""
+        row, column = divmod(int(self._counts.argmax()), self.columns)
+        return column, row
+
+    def reduces(self, reduction: int) -> bool:
+        """Whether its tiles are whole pixels at a reduction."""
+        return not (self.tile[0] % reduction or self.tile[1] % reduction)
