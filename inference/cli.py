@@ -21,13 +21,14 @@ from rich.progress import (
 from rich.text import Text
 
 from inference.cli_models import add_model_commands
+from inference.cli_slides import add_slide_commands
 from inference.console import complain, log_in_lines, named_path, text_path
 from inference.engine.chain import Chain, SlideOutcome, SlideStatus
 from inference.engine.inventory import read_inventory, write_inventory
 from inference.engine.model import require_usable
 from inference.engine.report import write_cohort_report
 from inference.engine.run import find_slides
-from inference.engine.settings import Settings, Stage
+from inference.engine.settings import ReaderMode, Settings, Stage
 from inference.engine.tissue_model import require_usable_tissue_model
 from inference.errors import ArtifactRefused, Broken, CallerError, ConfigError, InferenceError, StoreError, StoreFull
 from inference.interrupts import Interrupted, StopRequest
@@ -54,6 +55,7 @@ OUT_HELP = "Folder for results; finished ones are reused, report.html shows all.
 MPP_HELP = "Level-0 µm/px, used only for slides that state none; a cohort file's mpp column overrides both."
 TISSUE_MODEL_HELP = "Segmentation model that finds the tissue, path or name; by colours if not given."
 EDGE_HELP = "A slide's rest where no whole tile fits: dropped, padded, or covered by tiles shifted back to the edge."
+READER_HELP = "Read in threads, or in processes that are killed where a read hangs; auto: processes on network mounts."
 ROI_HELP = (
     "Region to run: GeoJSON (QuPath) in level-0 pixels or a mask image, or a folder with one for each slide, named "
     "after it or its key; a cohort file's roi column overrides it."
@@ -102,6 +104,8 @@ def run(
     stride: Annotated[int | None, typer.Option(help="Model pixels between tiles; the model's own by default.")] = None,
     edge: Annotated[EdgePolicy, typer.Option(help=EDGE_HELP)] = "drop",
     roi: Annotated[Path | None, typer.Option(parser=named_path, metavar="PATH", help=ROI_HELP)] = None,
+    icc: Annotated[bool, typer.Option("--icc", help="Convert tiles to sRGB by the slide's ICC profile.")] = False,
+    reader: Annotated[ReaderMode, typer.Option(help=READER_HELP)] = "auto",
     batch_size: Annotated[int, typer.Option(help="Tiles per forward pass.")] = 64,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")] = "cpu",
     root: Annotated[str | None, typer.Option(help="Folder or URL that slide keys are relative to.")] = None,
@@ -114,7 +118,8 @@ def run(
     """
     settings = Settings(
         mpp=mpp, allow_upsampling=allow_upsampling, min_tissue=min_tissue, batch_size=batch_size, device=device,
-        stride_px=stride, edge=edge, roi=roi, max_pen=max_pen, tissue_model=tissue_model,
+        stride_px=stride, edge=edge, roi=roi, max_pen=max_pen, tissue_model=tissue_model, icc=icc,
+        reader=reader,
     )  # fmt: skip
     if len(model) > 1:
         raise ConfigError("--model is given twice: run one model after the other, into the same --out")
@@ -128,6 +133,7 @@ def run(
     raise typer.Exit(stop.exit_code or tally.exit_code)
 
 
+add_slide_commands(app)
 add_model_commands(app)
 app.command()(serve)
 

@@ -10,7 +10,7 @@ from pydantic import PrivateAttr
 from inference.engine.chain import Chain
 from inference.engine.inventory import read_inventory, write_inventory
 from inference.engine.run import find_slides
-from inference.engine.settings import Settings
+from inference.engine.settings import ReaderMode, Settings
 from inference.errors import ConfigError
 from inference.slides.discovery import Inventory, SlideRef, split_sources
 from inference.slides.grid import EdgePolicy
@@ -32,6 +32,9 @@ class SlideInference(dg.ConfigurableResource["SlideInference"]):
         stride_px: pixels between tiles; 0 for what each model's spec says.
         edge: drop, pad or shift: a slide's rest where no whole tile fits.
         roi: region of interest: a file, or a folder with one for each slide.
+        icc: convert tiles to sRGB by each slide's ICC profile.
+        reader: auto, threads or process: what reads the slides; auto takes processes on network file systems.
+        read_timeout_s: for each try of a read, where processes read.
     """
 
     store: str = ""
@@ -46,6 +49,9 @@ class SlideInference(dg.ConfigurableResource["SlideInference"]):
     stride_px: int = 0
     edge: str = "drop"
     roi: str = ""
+    icc: bool = False
+    reader: str = "auto"
+    read_timeout_s: float = 60.0
     max_failed_tiles: int = 16
     max_failed_share: float = 0.05
     lock_wait_s: float = 600.0
@@ -80,6 +86,9 @@ class SlideInference(dg.ConfigurableResource["SlideInference"]):
             stride_px=self.stride_px or None,
             edge=cast("EdgePolicy", self.edge),  # which checks it
             roi=Path(self.roi) if self.roi else None,
+            icc=self.icc,
+            reader=cast("ReaderMode", self.reader),
+            read_timeout_s=self.read_timeout_s,
             batch_size=self.batch_size,
             device=self.device,
             max_failed_tiles=self.max_failed_tiles,

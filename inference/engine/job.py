@@ -31,12 +31,15 @@ from inference.errors import (
 )
 from inference.models.spec import ModelSpec
 from inference.slides._cache import Pin
+from inference.slides._mounts import on_network
 from inference.slides.discovery import SlideRef
 from inference.slides.grid import TileGrid
 from inference.slides.identity import FileStamp, SlideIdentity, same_content, slide_identity, stamp, unchanged
 from inference.slides.objects import fetch, refreshed
 from inference.slides.opening import open_slide
 from inference.slides.overview import Overview
+from inference.slides.process_reader import ProcessReader
+from inference.slides.readahead import STALLED_AFTER_S
 from inference.slides.reader import SlideReader
 from inference.slides.resolution import ReadPlan, SlideResolution, plan_reading, recall_mpp, resolve_mpp
 from inference.slides.roi import Roi, find_roi, load_roi, roi_sha256
@@ -126,13 +129,24 @@ class SlideJob:
         """The opened slide, fetched first if it lies in an object store.
 
         Raises:
-            UnreadableSlide: it does not open.
+            UnreadableSlide, ReadStalled: it does not open.
             SourceUnavailable, StoreFull: it cannot be fetched.
         """
         if self._reader is None:
             self._pin = self._pin or fetch(self.ref)
-            self._reader = open_slide(self.ref.path, self.ref.name, self.ref.files)
+            self._reader = self._opened()
         return self._reader
+
+    def _opened(self) -> SlideReader:
+        of, settings = (self.ref.path, self.ref.name, self.ref.files), self.settings
+        if settings.reader == "process" or (settings.reader == "auto" and on_network(self.ref.path)):
+            return ProcessReader(*of, timeout_s=settings.read_timeout_s, processes=settings.readers)
+        return open_slide(*of)
+
+    @property
+    def stalled_after_s(self) -> float:
+        """Seconds without a single read after which the slide is given up; processes have deadlines of their own."""
+        return self.reader.patience_s if isinstance(self.reader, ProcessReader) else STALLED_AFTER_S
 
     @cached_property
     def identity(self) -> SlideIdentity:

@@ -23,9 +23,12 @@ from inference.errors import (
     TooManyTileFailures,
 )
 from inference.models.sample import PreparedSample, TileOutput
+from inference.slides.colour import ToSrgb
+from inference.slides.quality import FocusTally, focus
 from inference.slides.readahead import ReadAhead
 from inference.slides.sampling import TileSampler
 from inference.store.manifest import Counts
+from inference.store.tables import read_table
 
 MAX_MISSING = 0.5
 """Share of a tile that may have no pixels in the slide before the tile fails."""
@@ -37,15 +40,19 @@ def predict_tiles(job: SlideJob, model: EngineModel, at: Addresses, work: Path) 
     Raises:
         TooManyTileFailures: beyond the failure budget, or no tile went well.
     """
-    row, col, x, y = read_tiles(job.require(at.tiles, "predict"))
+    tiles = job.require(at.tiles, "predict")
+    row, col, x, y = read_tiles(tiles)
     grid = job.grid(model.spec)
-    feed = _Feed(job, model, TileSampler(job.reader, job.plan(model.spec), grid, row, col))
+    feed = _Feed(job, model, TileSampler(job.reader, job.plan(model.spec), grid, row, col, convert=_colours(job)))
     forward_before = model.scheduler.statistics().forward_s if len(row) else 0.0
     clock = time.monotonic()
     about: dict[str, JsonValue] = {"slide_key": job.ref.key, "recipe_digest": at.predict.digest}
+    tissue, sharpness = read_table(tiles / "tiles.parquet")[0].column("tissue_fraction").to_numpy(), FocusTally()
     with ResultTables(work, model.spec, about) as tables, closing(feed.results()) as results:
-        for i, result in enumerate(results):
-            tables.add((int(row[i]), int(col[i]), int(x[i]), int(y[i])), result)
+        for i, (result, tile_focus) in enumerate(results):
+            tables.add((int(row[i]), int(col[i]), int(x[i]), int(y[i])), result, tile_focus)
+            if tile_focus is not None:
+                sharpness.add(tile_focus, float(tissue[i]))
             job.progress(job.ref.key, "predict", i + 1, len(row))
     counts = Counts(grid=grid.n_rows * grid.n_cols, planned=len(row), ok=tables.n_ok, failed=len(row) - tables.n_ok)
     _check_budget(job, counts, tables.failures)
@@ -55,7 +62,7 @@ def predict_tiles(job: SlideJob, model: EngineModel, at: Addresses, work: Path) 
         status="empty" if not len(row) else "ok with failures" if counts.failed else "ok",
         reason=_tiles_reason(job, at) if not len(row) else None,
         counts=counts,
-        summary={"failed_tiles": tables.failed_summary()},
+        summary={"failed_tiles": tables.failed_summary(), "quality": {**sharpness.summary()}, **_icc_summary(job)},
         execution=execution(model.manifest, job.settings, job.reader.kind)
         | ({"rows_independent": model.server.rows_independent} if len(row) else {}),
         timings=_timings(len(row), seconds, feed.read_s / job.settings.readers, forward_s, tables.write_s),
@@ -68,6 +75,7 @@ class _Read:
 
     sample: PreparedSample | None
     failure: FailedTile | None
+    focus: float | None
     seconds: float
 
 
@@ -78,43 +86,45 @@ class _Feed:
         self._job, self._model, self._sampler = job, model, sampler
         self.read_s = 0.0
 
-    def results(self) -> Generator[TileOutput | FailedTile, None, None]:
-        """One result per tile. A failed tile touches no other; what breaks everything is raised.
+    def results(self) -> Generator[tuple[TileOutput | FailedTile, float | None], None, None]:
+        """One result per tile, and its focus if it was read. A failed tile touches no other; what breaks all is raised.
 
         Closing it early ends the reading and takes back what is queued.
         """
         settings = self._job.settings
         ahead = 2 * settings.batch_size + settings.readers
-        in_flight: deque[Future[TileOutput] | FailedTile] = deque()
+        in_flight: deque[tuple[Future[TileOutput] | FailedTile, float | None]] = deque()
         reads = ReadAhead(self._read, len(self._sampler), threads=settings.readers, ahead=ahead)
         with closing(iter(reads)) as found:
             try:
                 for read in found:
-                    in_flight.append(self._submit(read))
+                    in_flight.append((self._submit(read), read.focus))
                     if len(in_flight) > 2 * ahead:
-                        yield _outcome(in_flight.popleft())
+                        yield _outcome(*in_flight.popleft())
                 if in_flight:
                     self._model.scheduler.flush()
                 while in_flight:
-                    yield _outcome(in_flight.popleft())
+                    yield _outcome(*in_flight.popleft())
             finally:
                 # Taken back first: while the readers end, the model must not go on with what nobody waits for.
-                for waiting in in_flight:
+                for waiting, _ in in_flight:
                     if isinstance(waiting, Future):
                         waiting.cancel()
 
     def _read(self, index: int) -> _Read:
         clock = time.monotonic()
         stage: TileStage = "read"
+        sharpness = None
         try:
             tile = self._sampler.read(index)
             if tile.missing_fraction > MAX_MISSING:
                 raise MissingPixels(f"{tile.missing_fraction:.0%} of the tile has no pixels in the slide")
+            sharpness = focus(tile.rgb)
             stage = "prepare"
             sample = self._model.server.prepare_tile(tile.rgb)
         except (TileFailure, BadRequest) as error:
-            return _Read(None, FailedTile.of(error, stage), time.monotonic() - clock)
-        return _Read(sample, None, time.monotonic() - clock)
+            return _Read(None, FailedTile.of(error, stage), sharpness, time.monotonic() - clock)
+        return _Read(sample, None, sharpness, time.monotonic() - clock)
 
     def _submit(self, read: _Read) -> Future[TileOutput] | FailedTile:
         self.read_s += read.seconds
@@ -124,13 +134,28 @@ class _Feed:
         return self._model.submit(read.sample)
 
 
-def _outcome(item: Future[TileOutput] | FailedTile) -> TileOutput | FailedTile:
+def _outcome(
+    item: Future[TileOutput] | FailedTile, sharpness: float | None
+) -> tuple[TileOutput | FailedTile, float | None]:
     if isinstance(item, FailedTile):
-        return item
+        return item, sharpness
     try:
-        return item.result()
+        return item.result(), sharpness
     except TileFailure as error:
-        return FailedTile.of(error, "output" if isinstance(error, NonFiniteOutput) else "forward")
+        return FailedTile.of(error, "output" if isinstance(error, NonFiniteOutput) else "forward"), sharpness
+
+
+def _colours(job: SlideJob) -> ToSrgb | None:
+    """What is done to the colours of the slide's tiles."""
+    profile = job.reader.icc_profile
+    return ToSrgb(profile, job.ref.name) if job.settings.icc and profile else None
+
+
+def _icc_summary(job: SlideJob) -> dict[str, JsonValue]:
+    """What came of the wish for sRGB."""
+    if not job.settings.icc:
+        return {}
+    return {"icc": "converted to sRGB" if job.reader.icc_profile else "the slide has no ICC profile: colours as stored"}
 
 
 def _check_budget(job: SlideJob, counts: Counts, failures: list[tuple[tuple[int, int, int, int], FailedTile]]) -> None:

@@ -13,7 +13,7 @@ from inference.slides import overview, tissue
 from inference.store.manifest import recipe_digest
 from inference.store.store import Address
 
-STAGE_VERSION = {"info": 1, "tiles": 2, "predict": 1, "slide": 1, "heatmap": 1}
+STAGE_VERSION = {"info": 2, "tiles": 2, "predict": 2, "slide": 1, "heatmap": 1}
 """Raised by hand whenever a stage's numbers change; a golden test fails when they change and it was not."""
 
 
@@ -27,7 +27,8 @@ class Addresses:
         self._key = key
         self._info = _recipe("info", mask_mpp=overview.MASK_MPP, thumbnail_px=overview.THUMBNAIL_PX)
         self._tiles = _recipe("tiles", upstream=self._info, **_tiling(spec, settings, tissue_model))
-        self._predict = _recipe("predict", upstream=self._tiles, **_model(model))
+        colours: dict[str, JsonValue] = {"icc": "srgb"} if settings.icc else {}
+        self._predict = _recipe("predict", upstream=self._tiles, **_model(model), **colours)
         self._settings, self._spec = settings, spec
 
     @property

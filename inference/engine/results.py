@@ -64,8 +64,12 @@ def plain_message(text: str) -> str:
     return line if len(line) <= MAX_MESSAGE else f"{line[: MAX_MESSAGE - 1]}…"
 
 
+QUALITY_SCHEMA = pa.schema([*TILE_KEYS, pa.field("focus", pa.float32())])
+"""One row per planned tile; the focus is null where the tile was not read (see `slides.quality.focus`)."""
+
+
 class ResultTables:
-    """Writes the three tables shard by shard, in tile order."""
+    """Writes embeddings and predictions, quality and failures shard by shard, in tile order."""
 
     def __init__(self, folder: Path, spec: ModelSpec, metadata: dict[str, JsonValue]) -> None:
         self._stack = contextlib.ExitStack()
@@ -79,18 +83,19 @@ class ResultTables:
             writer = TableWriter(folder / f"{output.name}s.parquet", schema, {**metadata, **about})
             self._heads[output.name] = (self._stack.enter_context(writer), output.shape[0])
         self._failures = self._stack.enter_context(TableWriter(folder / "failures.parquet", FAILURES_SCHEMA, metadata))
-        self._shard: list[tuple[TileKeys, TileOutput | FailedTile]] = []
+        self._quality = self._stack.enter_context(TableWriter(folder / "quality.parquet", QUALITY_SCHEMA, metadata))
+        self._shard: list[tuple[TileKeys, TileOutput | FailedTile, float | None]] = []
         self.failures: list[tuple[TileKeys, FailedTile]] = []
         self.n_ok = 0
         self.write_s = 0.0
 
-    def add(self, keys: TileKeys, result: TileOutput | FailedTile) -> None:
-        """Append one tile's result."""
+    def add(self, keys: TileKeys, result: TileOutput | FailedTile, focus: float | None = None) -> None:
+        """Append one tile's result, and how sharp it is."""
         if isinstance(result, FailedTile):
             self.failures.append((keys, result))
         else:
             self.n_ok += 1
-        self._shard.append((keys, result))
+        self._shard.append((keys, result, focus))
         if len(self._shard) == SHARD:
             self._flush()
 
@@ -116,16 +121,17 @@ class ResultTables:
         if not self._shard:
             return
         clock = time.monotonic()
-        ok = np.array([isinstance(result, TileOutput) for _, result in self._shard])
-        keys = _key_columns([keys for keys, _ in self._shard])
+        ok = np.array([isinstance(result, TileOutput) for _, result, _ in self._shard])
+        keys = _key_columns([keys for keys, _, _ in self._shard])
         status = pa.array(["ok" if good else "failed" for good in ok])
         for name, (writer, size) in self._heads.items():
             values = np.zeros((len(ok), size), np.float32)
-            for i, (_, result) in enumerate(self._shard):
+            for i, (_, result, _) in enumerate(self._shard):
                 if isinstance(result, TileOutput):
                     values[i] = result.embedding if name == "embedding" else result.prediction
             writer.write({**keys, "status": status, name: vectors(values, ok)})
-        bad = [(keys, result) for keys, result in self._shard if isinstance(result, FailedTile)]
+        self._quality.write({**keys, "focus": pa.array([focus for _, _, focus in self._shard], pa.float32())})
+        bad = [(keys, result) for keys, result, _ in self._shard if isinstance(result, FailedTile)]
         if bad:
             self._failures.write({**_key_columns([keys for keys, _ in bad]), **_failure_columns([f for _, f in bad])})
         self._shard.clear()

@@ -6,7 +6,7 @@ import sys
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from inference.errors import ConfigError
 from inference.slides.grid import EDGE_POLICIES, EdgePolicy
@@ -22,7 +22,9 @@ _NUMBERS = {
     "max_failed_share": (0.0, 1.0),
     "threshold": (-sys.float_info.max, sys.float_info.max),
     "lock_wait_s": (0.0, threading.TIMEOUT_MAX),
+    "read_timeout_s": (0.1, 86400.0),
 }
+ReaderMode = Literal["auto", "threads", "process"]
 _DEVICE = re.compile(r"cpu|mps|cuda(:\d{1,3})?")
 
 
@@ -39,8 +41,12 @@ class Settings:
         stride_px: pixels between tiles, at most the tile's side, instead of what the model's spec says.
         edge: what becomes of the right and bottom rest of a slide where no whole tile fits.
         roi: region of interest of every slide that a cohort file gives none for: a file, or a folder with one for each.
+        icc: convert tiles to sRGB by the slide's ICC profile, where it has one.
         batch_size: rows of every forward; short batches are padded.
         readers: threads that read tiles.
+        reader: in processes of their own, which are killed where a read hangs or crashes, in this one's threads, or
+            by where the slide lies: in processes if on a network file system.
+        read_timeout_s: for each try of a read, and to open the slide, where processes read.
         max_failed_tiles: failed tiles a slide may have, whatever its size.
         max_failed_share: share of planned tiles that may fail, where that is more.
         top_k: tiles in the mean of the highest.
@@ -59,9 +65,12 @@ class Settings:
     stride_px: int | None = None
     edge: EdgePolicy = "drop"
     roi: Path | None = None
+    icc: bool = False
     batch_size: int = 64
     device: str = "cpu"
     readers: int = field(default_factory=lambda: max(2, min(8, os.cpu_count() or 2)))
+    reader: ReaderMode = "auto"
+    read_timeout_s: float = 60.0
     max_failed_tiles: int = 16
     max_failed_share: float = 0.05
     top_k: int = 10
@@ -82,14 +91,17 @@ class Settings:
             self._take_number("max_pen", 0.0, 1.0, "max_pen is {}: give a number between 0 and 1, or None")
         if not (self.tissue_model is None or (isinstance(self.tissue_model, str) and self.tissue_model)):
             raise ConfigError(f"tissue_model is {self.tissue_model!r}: give a model's name or path, or None")
-        if type(self.allow_upsampling) is not bool:
-            raise ConfigError(f"allow_upsampling is {self.allow_upsampling!r}: give True or False")
+        for name in ("allow_upsampling", "icc"):
+            if type(getattr(self, name)) is not bool:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}: give True or False")
         if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
             raise ConfigError(f"{self.device!r} is no device: give cpu, cuda, cuda:1 or mps")
 
     def _check_tiling(self) -> None:
         if self.stride_px is not None and not (type(self.stride_px) is int and self.stride_px >= 1):
             raise ConfigError(f"stride_px is {self.stride_px!r}: give a whole number, 1 or more")
+        if self.reader not in get_args(ReaderMode):
+            raise ConfigError(f"reader is {self.reader!r}: give auto, threads or process")
         if self.edge not in EDGE_POLICIES:
             raise ConfigError(f"edge is {self.edge!r}: give {', '.join(EDGE_POLICIES[:-1])} or {EDGE_POLICIES[-1]}")
         if not isinstance(self.roi, Path | None):

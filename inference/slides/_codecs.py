@@ -1,9 +1,12 @@
 """Decoders of compressed tiles, at full size or reduced while decoding."""
 
 import struct
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from typing import Protocol
 
+import imagecodecs
 import numpy as np
 import simplejpeg
 import tifffile
@@ -12,6 +15,7 @@ from numpy.typing import NDArray
 from inference.slides.pixels import reduce_area
 
 JPEG, JPEG2000 = 7, 33005
+_NAMES = {JPEG2000: "jpeg2000", 8: "deflate", 1: "uncompressed"}  # where TIFF's own name says less
 _RGB = 2
 _START_OF_IMAGE = b"\xff\xd8"
 
@@ -72,35 +76,63 @@ class JpegDecoder:
 
 
 class WholeDecoder:
-    """Every other codec through tifffile: the whole tile, then its area mean.
+    """Every other codec: the whole tile, then its area mean.
 
     JPEG 2000 too. What its coarser wavelet levels hold is no area mean: their samples lie on the corners of the pixels
     they stand for, and are sharper, 3 to 25 grey levels off on the test slides.
+
+    Args:
+        name: see `TileDecoder`.
+        decode: bytes to the samples of a tile; may raise anything.
+        is_codestream: whether the bytes are JPEG 2000, whose header is tried before it is believed.
     """
 
     reduces = False
 
-    def __init__(self, page: tifffile.TiffPage) -> None:
-        self._decode, self._shape = page.decode, (page.tilelength, page.tilewidth, 3)
-        self._is_jpeg2000 = page.compression == JPEG2000
-        self.name = f"{page.compression.name.lower()}, imagecodecs {version('imagecodecs')}"
+    def __init__(
+        self,
+        name: str,
+        tile: tuple[int, int],
+        decode: Callable[[bytes], NDArray[np.generic]],
+        *,
+        is_codestream: bool = False,
+    ) -> None:
+        self.name, self._size, self._decode, self._is_codestream = name, tile, decode, is_codestream
 
     def __call__(self, data: bytes, reduction: int) -> NDArray[np.uint8]:
-        if self._is_jpeg2000 and _size_of_codestream(data) != self._shape[1::-1]:
+        if self._is_codestream and _size_of_codestream(data) != self._size:
             raise ValueError("a tile is not of the size that its level declares")
         try:
-            tile = self._decode(data, 0, _fullsize=True)[0]
+            tile = np.asarray(self._decode(data)).reshape(self._size[1], self._size[0], 3)
         except Exception as error:  # a decoder on foreign bytes may raise anything
             raise ValueError("a tile does not decode") from error
-        return reduce_area(np.asarray(tile, np.uint8).reshape(self._shape), reduction)
+        if tile.dtype != np.uint8:
+            raise ValueError("a tile has no 8-bit samples")
+        return reduce_area(tile, reduction)
 
 
 def decoder_of(page: tifffile.TiffPage) -> TileDecoder:
     """The decoder of a page's tiles."""
-    if page.compression != JPEG:
-        return WholeDecoder(page)
     tile, tables = (page.tilewidth, page.tilelength), page.jpegtables or b""
-    return JpegDecoder(tile, is_rgb=page.photometric == _RGB, tables=tables)
+    if page.compression == JPEG:
+        return JpegDecoder(tile, is_rgb=page.photometric == _RGB, tables=tables)
+    name = f"{_NAMES.get(page.compression, page.compression.name.lower())}, imagecodecs {version('imagecodecs')}"
+    return WholeDecoder(name, tile, partial(_by_page, page.decode), is_codestream=page.compression == JPEG2000)
+
+
+def jpeg2000_decoder(tile: tuple[int, int]) -> TileDecoder:
+    """The decoder of JPEG 2000 codestreams, which say themselves whether their colours are transformed."""
+    name = f"jpeg2000, imagecodecs {version('imagecodecs')}"
+    return WholeDecoder(name, tile, imagecodecs.jpeg2k_decode, is_codestream=True)
+
+
+def uncompressed_decoder(tile: tuple[int, int]) -> TileDecoder:
+    """The decoder of RGB samples as they are."""
+    return WholeDecoder("uncompressed", tile, partial(np.frombuffer, dtype=np.uint8))
+
+
+def _by_page(decode: Callable[..., Sequence[NDArray[np.generic]]], data: bytes) -> NDArray[np.generic]:
+    return decode(data, 0, _fullsize=True)[0]
 
 
 def _size_of_codestream(data: bytes) -> tuple[int, int] | None:

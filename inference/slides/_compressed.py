@@ -32,8 +32,8 @@ class CompressedLevel:
         tile: tuple[int, int],
         columns: int,
         decoder: TileDecoder,
-        offsets: Sequence[int],
-        counts: Sequence[int],
+        offsets: Sequence[int] | NDArray[np.uint64],
+        counts: Sequence[int] | NDArray[np.uint64],
     ) -> None:
         self._descriptor = descriptor
         self.size, self.tile, self.columns, self.decoder = size, tile, columns, decoder

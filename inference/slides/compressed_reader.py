@@ -1,4 +1,4 @@
-"""Reads tiled TIFFs by their compressed tiles: each is found by its offset and decoded once, reduced if wanted.
+"""Reads tiled slides by their compressed tiles: each is found by its offset and decoded once, reduced if wanted.
 
 OpenSlide's compositing costs several times the JPEG decoding it wraps. It also takes level-0 coordinates only: on a
 level whose downsample is no whole number nearly every read begins between two pixels, and OpenSlide interpolates (up
@@ -7,7 +7,7 @@ to 52 grey levels off on the test slides). Compressed tiles have neither trouble
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,15 +38,17 @@ class SlideFacts:
 class CompressedReader(RegionReader):
     """A slide whose levels, or some of them, are read by compressed tiles; the others by another reader.
 
-    The file is held open, so that it stays the same inode; before every read the file of that name must still be it.
+    The files of its levels are held open, so that they stay the same inodes; before every read the files of those
+    names must still be they.
 
     Args:
         kind, reason: see `SlideReader`.
         levels: by level index. Every other level, and a tile that is missing or does not decode, is left to `other`:
             it may fill it in, or knows that it is damaged.
-        held: what keeps the file open; closed with the reader.
+        held: what keeps the files open; closed with the reader.
         other: knows the first levels, or is None where no other reader opens the slide. On a level that it does not
             know a missing tile is transparent, and one that does not decode a `TileReadError`.
+        files: all files of the slide, where there are several.
     """
 
     def __init__(
@@ -60,15 +62,17 @@ class CompressedReader(RegionReader):
         kind: str,
         reason: str,
         other: SlideReader | None = None,
+        files: Sequence[Path] = (),
     ) -> None:
-        self._path, self._name, self._other = path, name, other
+        self._name, self._other = name, other
         self._levels, self._held = dict(levels), held
         self.level_sizes, self.mpp, self.vendor = facts.level_sizes, facts.mpp, facts.vendor
         self.objective_power, self.background = facts.objective_power, facts.background
         self.icc_profile, self.quickhash = facts.icc_profile, facts.quickhash
         self.kind, self.reason = kind, reason
-        self._file = os.fspath(path)
-        self._state: FileState = require_regular_file(path, name)
+        self._files = tuple(files) or (path,)
+        self._names = [os.fspath(file) for file in self._files]
+        self._states: list[FileState] = [require_regular_file(file, name) for file in self._files]
         self._lock = threading.Lock()
         self._reading, self._closed = 0, False
 
@@ -132,7 +136,7 @@ class CompressedReader(RegionReader):
         return self._other.stored_tile(level)
 
     def close(self) -> None:
-        """Let the file go, once the reads that are under way have ended; idempotent."""
+        """Let the files go, once the reads that are under way have ended; idempotent."""
         with self._lock:
             self._closed = True
             idle = not self._reading
@@ -151,8 +155,8 @@ class CompressedReader(RegionReader):
                 raise ValueError(f"{self._name}: the slide is closed")
             self._reading += 1
         try:
-            now = os.stat(self._file)  # noqa: PTH116 - called for every tile
-            unchanged = (now.st_size, now.st_mtime_ns) == self._state
+            now = [os.stat(name) for name in self._names]  # noqa: PTH116 - called for every tile
+            unchanged = [(file.st_size, file.st_mtime_ns) for file in now] == self._states
         except OSError:
             unchanged = False
         if not unchanged:
@@ -167,7 +171,7 @@ class CompressedReader(RegionReader):
             self._held.close()
 
     def _refuse_changed(self) -> None:
-        if require_regular_file(self._path, self._name) != self._state:
+        if [require_regular_file(file, self._name) for file in self._files] != self._states:
             raise SlideChanged(f"{self._name}: the file changed while it was being read; run again when it is complete")
 
     def _reduced(self, level: int, source: CompressedLevel, column: int, row: int, reduction: int) -> Pixels:

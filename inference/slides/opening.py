@@ -1,7 +1,7 @@
 """Which reader a slide gets."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -9,6 +9,7 @@ import tifffile
 
 from inference.errors import InferenceError, SourceUnavailable, UnreadableSlide
 from inference.slides._compressed import CompressedLevel
+from inference.slides._dicom_levels import dicom_levels
 from inference.slides._files import open_regular, source_lost
 from inference.slides._proof import disproof
 from inference.slides._tiff_levels import is_plain, level_of, quiet, tiled_pages
@@ -19,8 +20,8 @@ from inference.slides.tifffile_slides import open_tiff
 
 log = logging.getLogger(__name__)
 
-_VENDORS = frozenset({"aperio", "generic-tiff", "philips"})
-"""Formats whose tiles lie side by side on the canvas; others overlap, are shifted or are no TIFF."""
+_VENDORS = frozenset({"aperio", "dicom", "generic-tiff", "philips"})
+"""Formats whose tiles lie side by side on the canvas; in others they overlap, are shifted or are strips."""
 
 
 def open_slide(path: Path, name: str, files: Sequence[Path] = ()) -> SlideReader:
@@ -44,13 +45,13 @@ def open_slide(path: Path, name: str, files: Sequence[Path] = ()) -> SlideReader
             return found
         raise
     try:
-        return _best(path, name, slow)
+        return _best(path, name, slow, tuple(files) or (path,))
     except InferenceError:
         slow.close()
         raise
 
 
-def _best(path: Path, name: str, slow: OpenSlideReader) -> SlideReader:
+def _best(path: Path, name: str, slow: OpenSlideReader, files: Sequence[Path]) -> SlideReader:
     """The fastest reader that gives OpenSlide's pixels."""
     if slow.vendor == "generic-tiff" and (found := open_tiff(path, name, slow)):
         return found
@@ -58,15 +59,15 @@ def _best(path: Path, name: str, slow: OpenSlideReader) -> SlideReader:
         slow.reason = f"its format ({slow.vendor}) is left to OpenSlide, which reads it in supertiles"
         return slow
     with ExitStack() as held:
-        levels, problems = _proven_levels(path, name, slow, held)
+        levels, problems = _proven_levels(files, name, slow, held)
         if problems:
             slow.reason = f"compressed tiles are not read directly: {problems[0]}"
             log.info("%s: %s", name, slow.reason)
-        return _fast(path, name, slow, levels, problems, held.pop_all()) if levels else slow
+        return _fast(files, name, slow, levels, problems, held.pop_all()) if levels else slow
 
 
 def _fast(
-    path: Path,
+    files: Sequence[Path],
     name: str,
     slow: OpenSlideReader,
     levels: dict[int, CompressedLevel],
@@ -76,7 +77,7 @@ def _fast(
     codecs = ", ".join(sorted({level.decoder.name for level in levels.values()}))
     left = f"; {len(slow.level_sizes) - len(levels)} of its levels through OpenSlide: {problems[0]}" if problems else ""
     return CompressedReader(
-        path,
+        files[0],
         name,
         SlideFacts(
             slow.level_sizes, slow.mpp, slow.vendor, slow.objective_power, slow.background, slow.icc_profile,
@@ -87,22 +88,21 @@ def _fast(
         kind=f"compressed tiles ({codecs}), {slow.kind}",
         reason=f"its compressed tiles are read directly, and agree with OpenSlide's pixels{left}",
         other=slow,
+        files=files,
     )  # fmt: skip
 
 
 def _proven_levels(
-    path: Path, name: str, slow: OpenSlideReader, held: ExitStack
+    files: Sequence[Path], name: str, slow: OpenSlideReader, held: ExitStack
 ) -> tuple[dict[int, CompressedLevel], list[str]]:
     """Levels that can be read by their compressed tiles, by index, and what is wrong with the others."""
     found: dict[int, CompressedLevel] = {}
     problems = []
     try:
         with quiet():
-            file = held.enter_context(open_regular(path))
-            tiff = tifffile.TiffFile(file, name="slide")  # the descriptor is ours, and stays open
-            pages = tiled_pages(tiff)
-            for index, size in enumerate(slow.level_sizes):
-                level = _level_of(pages, index, size, slow.vendor, file.fileno())
+            is_dicom = slow.vendor == "dicom"
+            stored = dicom_levels(files, slow.level_sizes, held) if is_dicom else _tiff_levels(files[0], slow, held)
+            for index, level in enumerate(stored):
                 problem = level if isinstance(level, str) else disproof(slow, index, level)
                 if problem is not None:
                     problems.append(f"level {index}: {problem}")
@@ -115,6 +115,15 @@ def _proven_levels(
             raise SourceUnavailable(f"{name}: the file cannot be read: {error.strerror}") from None
         problems.append(f"its tables are unusual ({type(error).__name__})")
     return found, problems
+
+
+def _tiff_levels(path: Path, slow: OpenSlideReader, held: ExitStack) -> Iterator[CompressedLevel | str]:
+    """The tiles of each level, or why they cannot be read directly."""
+    file = held.enter_context(open_regular(path))
+    tiff = tifffile.TiffFile(file, name="slide")  # the descriptor is ours, and stays open
+    pages = tiled_pages(tiff)
+    for index, size in enumerate(slow.level_sizes):
+        yield _level_of(pages, index, size, slow.vendor, file.fileno())
 
 
 def _level_of(

@@ -60,6 +60,10 @@ class ProcessReader(RegionReader):
         memory_bytes: what a process may allocate beyond its start; 0 for no bound.
         command: what starts a process that serves as `inference.slides.worker` does.
 
+    Attributes:
+        patience_s: the longest that all reads may take without one that ends, short of ending the slide: a block
+            that is lost twice, then a part of it, then opening.
+
     Raises:
         UnreadableSlide, SlideChanged, SourceUnavailable: as `open_slide`.
         ReadStalled: it did not open in time, or the process died of it.
@@ -79,6 +83,7 @@ class ProcessReader(RegionReader):
     ) -> None:
         self._name, self._timeout_s, self._memory_bytes, self._command = name, timeout_s, memory_bytes, command
         self._path, self._files = path.absolute(), [file.absolute() for file in files or (path,)]
+        self.patience_s = 4 * timeout_s + _START_S
         self._losses = _Losses()
         self._facts = ""
         self._pool = _Pool(self._start, name, max(1, min(processes, MAX_PROCESSES)))

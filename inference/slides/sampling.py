@@ -1,5 +1,6 @@
 """Cuts the tiles of a grid from a slide, at the model's resolution."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +30,7 @@ class TileSampler:
     Args:
         rows, cols: grid cells of the tiles, best in the order in which they are read.
         buffer_bytes: decoded blocks kept at most for tiles still to come.
+        convert: what is done to a tile's colours last, if anything.
 
     Attributes:
         positions: float64 (2, n), where each tile begins in level-0 pixels, x and y.
@@ -42,8 +44,9 @@ class TileSampler:
         rows: NDArray[np.integer],
         cols: NDArray[np.integer],
         buffer_bytes: int = BUFFER_BYTES,
+        convert: Callable[[NDArray[np.uint8]], NDArray[np.uint8]] | None = None,
     ) -> None:
-        self.plan = plan
+        self.plan, self._convert = plan, convert
         self._side, self._background = grid.tile_px, reader.background
         # Pixels of the reduced level per level-0 pixel, x and y.
         scale = tuple(1 / (d * plan.reduction) for d in plan.downsample)
@@ -84,7 +87,7 @@ class TileSampler:
             x, y = (float(value) for value in self._starts[:, index] - self._first[:, index])
             resample = resample_bilinear if self.plan.resample == "bilinear" else resample_area
             rgb = resample(rgb, x, y, self._extent[0], self._extent[1], (self._side, self._side))
-        return SampledTile(rgb, missing)
+        return SampledTile(rgb if self._convert is None else self._convert(rgb), missing)
 
     def _spans(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """First pixel of each tile and the one after its last, x and y: int64 (2, n), beyond the level too."""

@@ -28,6 +28,8 @@ CACHE = Path(__file__).resolve().parents[3] / "out" / "cache" / "models"
 TOLERANCE = 2e-4
 """Absolute; compilers and processors move the last bits of float32 by far less."""
 
+FIGURES = ("pen_fraction", "dark_fraction", "saturation", "blank_fraction")
+
 MPP = {"pixel for pixel": 0.5, "reduced": 0.37}
 
 Numbers = dict[str, Any]
@@ -82,6 +84,7 @@ def _numbers(outcome: SlideOutcome) -> dict[str, Numbers]:
             "mask": _digest(load_image(folder["tiles"] / "mask.png")),
             "cells": [list(cell) for cell in zip(tiles["row"], tiles["col"], tiles["x"], tiles["y"], strict=True)],
             "shares": [list(pair) for pair in zip(tiles["tissue_fraction"], tiles["missing_fraction"], strict=True)],
+            "quality": [list(row) for row in zip(*(tiles[name] for name in FIGURES), strict=True)],
             "read": f"level {summary['level']}, reduction {summary['reduction']}, resample {summary['resample']}",
         },
         "predict": {"first_embedding": _floats(embedding[0]), "predictions": [_floats(p) for p in prediction]},

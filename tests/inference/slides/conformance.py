@@ -33,6 +33,7 @@ DAMAGED = (0, 3, 1)
 BACKGROUND = (255, 255, 255)
 
 APERIO = "Aperio Image Library v12.0.0 \n803x597 (128x128)|AppMag = 20|MPP = 0.5"
+OME = {"axes": "YXS", "PhysicalSizeX": 0.5, "PhysicalSizeXUnit": "µm", "PhysicalSizeY": 0.5, "PhysicalSizeYUnit": "µm"}
 APERIO_JP2000_RGB = 33005
 
 
@@ -82,20 +83,23 @@ def smooth(level: int, size: Size) -> Pixels:
 def write_known(path: Path, sizes: Sequence[Size], compression: str | int | None) -> Known:
     """A tiled TIFF pyramid with a missing and a damaged tile in level 0, and what tifffile reads from it whole.
 
-    Lossless codecs store `coordinates`; of JPEG the truth is the decode of what was stored.
+    Lossless codecs store `coordinates`; of JPEG the truth is the decode of what was stored. A file named as OME-TIFF
+    has its lower levels as SubIFDs, others follow the first image.
     """
-    lossy, is_aperio = compression == "jpeg", compression == APERIO_JP2000_RGB
+    lossy, is_aperio, is_ome = compression == "jpeg", compression == APERIO_JP2000_RGB, path.name.endswith(".ome.tif")
     arguments = {"jpeg": {"level": 90}, "zlib": {"level": 1}, APERIO_JP2000_RGB: {"reversible": True, "level": 0}}
-    with tifffile.TiffWriter(path) as tiff:
+    with tifffile.TiffWriter(path, ome=is_ome) as tiff:
         for level, size in enumerate(sizes):
             tiff.write(
                 (smooth if lossy else coordinates)(level, size), tile=(TILE, TILE), photometric="rgb",
-                compression=compression, compressionargs=arguments.get(compression), metadata=None, software=False,
+                compression=compression, compressionargs=arguments.get(compression), software=False,
+                metadata=OME if is_ome and not level else None, subifds=(len(sizes) - 1) * (is_ome and not level),
                 subfiletype=int(level > 0 and not is_aperio), description=APERIO if is_aperio else None,
                 resolution=(2e4, 2e4), resolutionunit="CENTIMETER",
             )  # fmt: skip
     with tifffile.TiffFile(path) as tiff:
-        stored = [page.asarray() for page in tiff.pages[: len(sizes)]]
+        first = tiff.pages[0]
+        stored = [page.asarray() for page in [first, *(first.pages if is_ome else tiff.pages[1:])]]
     levels = [stored[k] if lossy else coordinates(k, size) for k, size in enumerate(sizes)]
     for level, size in enumerate(sizes):
         assert np.array_equal(levels[level], stored[level]), f"level {level} of {size} was not stored as it is"

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from inference.errors import TileReadError
+from inference.slides.compressed_reader import CompressedReader
 from inference.slides.opening import open_slide
 from inference.slides.openslide_reader import OpenSlideReader
+from inference.slides.process_reader import ProcessReader
 from inference.slides.reader import SlideReader, require_region
-from inference.slides.compressed_reader import CompressedReader
 from tests.inference.slides.conformance import (
     APERIO_JP2000_RGB,
     DAMAGED,
@@ -141,6 +142,45 @@ class TestAperioJpeg2000(_CompressedTiles):
 
     compression = APERIO_JP2000_RGB
     suffix = ".svs"
+
+
+class _TifffileAlone(_CompressedTiles):
+    """Slides, or levels, that OpenSlide does not see."""
+
+    vendor: ClassVar[str]
+
+    def test_its_levels_are_those_that_tifffile_finds(self, reader: SlideReader) -> None:
+        assert reader.vendor == self.vendor
+        assert "tifffile" in reader.kind
+
+
+class TestOmeTiff(_TifffileAlone):
+    """Its lower levels are SubIFDs."""
+
+    compression, suffix, vendor = "zlib", ".ome.tif", "ome-tiff"
+
+
+class TestOmeTiffJpeg(_TifffileAlone):
+    compression, suffix, vendor = "jpeg", ".ome.tif", "ome-tiff"
+    bound = JPEG_BOUND
+
+
+class TestTiffZstandard(_TifffileAlone):
+    """A codec that OpenSlide does not have."""
+
+    compression, vendor = "zstd", "tiff"
+
+
+class TestProcess(TestOpenSlideDeflate):
+    """A reader in a process of its own, here around the compressed tiles."""
+
+    sizes = ODD
+
+    def open(self, known: Known) -> SlideReader:
+        return ProcessReader(known.path, "S1", timeout_s=60, processes=2)
+
+    def test_its_pixels_come_from_another_process(self, reader: SlideReader) -> None:
+        assert reader.kind.endswith("in a process of its own")
 
 
 def _damaged_place() -> tuple[int, int, int, int, int]:

@@ -83,11 +83,12 @@ def test_a_picture_taken_in_many_strips_is_decided_as_in_one_piece() -> None:
     rng = np.random.default_rng(3)
     rgb = _glass(2 * STRIP_ROWS + 50, 40)
     rgb[100:, 5:35] = np.clip(np.array(STAINED) + rng.integers(-60, 61, (len(rgb) - 100, 30, 1)), 0, 255)
+    rgb[400:450, 10:30] = (60, 40, 70)
     seen = appearance(_overview(rgb))
     part = appearance(_overview(rgb[STRIP_ROWS - 60 :]))
     for name in ("tissue", "pen", "dark", "blank", "saturation"):
         assert np.array_equal(getattr(seen, name)[STRIP_ROWS - 50 :], getattr(part, name)[10:]), name
-    assert seen.dark.any()
+    assert np.flatnonzero(seen.dark[:, 10:30].all(axis=1)).tolist() == list(range(400, 450))
     assert seen.tissue[110:, 10:30].mean() > 0.99
 
 
