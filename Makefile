@@ -36,8 +36,9 @@ test: setup ## all tests but the slow ones
 test-all: setup ## every test this machine can run
 	$(PYTEST) -m 'not gpu'
 
-bench: setup ## what answering tiles costs, printed and written to out/bench/
-	@$(BIN)/python -m benchmarks.runtime
+bench: setup ## what reading and answering tiles costs, printed and written to out/bench/; PART=read|runtime for one
+	@$(if $(filter-out runtime,$(PART)),,$(BIN)/python -m benchmarks.runtime)
+	@$(if $(filter-out read,$(PART)),,$(BIN)/python -m benchmarks.read)
 
 mutants: setup ## known faults, put back one at a time: each must turn its test red
 	@$(BIN)/python -m tests.mutants.run

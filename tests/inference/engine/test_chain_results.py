@@ -30,7 +30,7 @@ from tests.inference.engine.tiny_slides import poisoned, ref, section, write_sli
 FILES: dict[Stage, set[str]] = {
     "info": {"thumbnail.jpg", "overview.png", "missing.png", "unreadable.png", "slide.json"},
     "tiles": {"tiles.parquet", "mask.png"},
-    "predict": {"embeddings.parquet", "predictions.parquet", "failures.parquet"},
+    "predict": {"embeddings.parquet", "predictions.parquet", "quality.parquet", "failures.parquet"},
     "features": {"slide_features.parquet"},
     "prediction": {"slide_prediction.parquet", "slide_prediction.json"},
     "heatmap": {"heatmap.tif", "heatmap.ome.tif", "overlay.png", "preview.jpg"},

@@ -87,7 +87,12 @@ def write_known(path: Path, sizes: Sequence[Size], compression: str | int | None
     has its lower levels as SubIFDs, others follow the first image.
     """
     lossy, is_aperio, is_ome = compression == "jpeg", compression == APERIO_JP2000_RGB, path.name.endswith(".ome.tif")
-    arguments = {"jpeg": {"level": 90}, "zlib": {"level": 1}, APERIO_JP2000_RGB: {"reversible": True, "level": 0}}
+    arguments: dict[str | int | None, dict[str, object]] = {
+        "jpeg": {"level": 90},
+        "zlib": {"level": 1},
+        "webp": {"lossless": True},
+        APERIO_JP2000_RGB: {"reversible": True, "level": 0},
+    }
     with tifffile.TiffWriter(path, ome=is_ome) as tiff:
         for level, size in enumerate(sizes):
             tiff.write(

@@ -137,6 +137,10 @@ class TestTiffDeflate(_CompressedTiles):
     compression = "zlib"
 
 
+class TestTiffZstandard(_CompressedTiles):
+    compression = "zstd"
+
+
 class TestAperioJpeg2000(_CompressedTiles):
     """Stored with the reversible wavelet, so that every pixel is known; reduced by the area mean."""
 
@@ -165,10 +169,11 @@ class TestOmeTiffJpeg(_TifffileAlone):
     bound = JPEG_BOUND
 
 
-class TestTiffZstandard(_TifffileAlone):
-    """A codec that OpenSlide does not have."""
+class TestTiffWebp(_TifffileAlone):
+    """A codec that OpenSlide does not have, here without loss."""
 
-    compression, vendor = "zstd", "tiff"
+    compression, vendor = "webp", "tiff"
+    sizes = HALVES  # tifffile takes no 1/8 for a level of a plain pyramid
 
 
 class TestProcess(TestOpenSlideDeflate):

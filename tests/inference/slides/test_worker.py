@@ -280,6 +280,16 @@ def test_a_slide_that_hangs_or_crashes_at_its_opening_is_given_up(tmp_path: Path
     _assert_gone([process])
 
 
+def test_a_slide_that_no_longer_opens_in_time_ends_with_the_first_read_that_hangs(tmp_path: Path) -> None:
+    """A dead share: no need to try other regions."""
+    path = write_faulty(tmp_path, ("hang", (0, 0, 10, 10)), opening="hang the second time")
+    with _faulty(path, HANGING_S) as slide:
+        _assert_read(slide, 100, 100)
+        with pytest.raises(ReadStalled, match=r"^S1: the slide did not open within 0\.5 s: run again"):
+            slide.read_region(0, 0, 0, 50, 50)
+    _assert_gone(opened_by(path))
+
+
 def test_a_process_that_does_not_start_is_no_slides_fault(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     command = (sys.executable, "-c", "raise SystemExit('no such module')")
     with pytest.raises(Broken, match="no reader process starts"):

@@ -67,6 +67,12 @@ def _hang_once(path: Path) -> None:
         _hang(path)
 
 
+def _hang_the_second_time(path: Path) -> None:
+    """As a share that was lost since."""
+    if len(opened_by(path)) > 1:
+        _hang(path)
+
+
 def _crash(path: Path) -> None:
     """As a decoder does, which says which file it was at."""
     os.write(2, f"TIFFReadDirectory: {path}: bad directory in ACC-4711\n".encode())
@@ -102,6 +108,7 @@ def _raise(error: Exception) -> Callable[[Path], None]:
 DOES: dict[str, Callable[[Path], None]] = {
     "hang": _hang,
     "hang once": _hang_once,
+    "hang the second time": _hang_the_second_time,
     "crash": _crash,
     "meet": _meet,
     "babble": _babble,

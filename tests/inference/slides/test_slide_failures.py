@@ -1,0 +1,534 @@
+"""What happens to a slide while it is open, and files made to break readers: the failure catalogue's rows by name."""
+
+import os
+import struct
+import subprocess
+import sys
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tifffile
+
+from inference.errors import SlideChanged, TileReadError, UnreadableSlide
+from inference.slides.opening import open_slide
+from inference.slides.openslide_reader import OpenSlideReader
+from inference.slides.reader import SlideReader
+from tests.inference.slides.conformance import APERIO, APERIO_JP2000_RGB, smooth, tile_bytes
+from tests.inference.slides.conftest import OpenHandles
+from tests.inference.slides.synthetic import Pixels, Size, coordinates, write_pyramid
+
+SIZES: list[Size] = [(768, 512), (384, 256)]
+TILE = 128
+
+Opener = Callable[[Path, str], SlideReader]
+OPENERS: list[Opener] = [open_slide, OpenSlideReader]
+"""Compressed tiles, and OpenSlide alone: what becomes of a file while it is open must not depend on the reader."""
+
+
+def _slide(path: Path, compression: str | None, *, other: bool = False) -> Path:
+    """A slide; the other one has the same geometry and differs in every pixel."""
+    shift = 60 if other else 0
+    options = {"jpeg": {"level": 90}, "zlib": {"level": 1}}
+    with tifffile.TiffWriter(path) as tiff:
+        for level, size in enumerate(SIZES):
+            tiff.write(
+                np.roll(smooth(level, size), shift, axis=(0, 1)), tile=(TILE, TILE), photometric="rgb",
+                compression=compression, compressionargs=options.get(compression or ""), subfiletype=int(level > 0),
+                metadata=None, software=False, resolution=(2e4, 2e4), resolutionunit="CENTIMETER",
+            )  # fmt: skip
+    return path
+
+
+REGIONS = [(0, 5, 7, 200, 150), (0, 130, 260, 100, 100), (1, 9, 3, 150, 120)]
+
+
+def _pixels(slide: SlideReader) -> list[Pixels]:
+    """Regions and reductions of both levels."""
+    regions = [slide.read_region(*region)[..., :3] for region in REGIONS]
+    return regions + [slide.read_reduced(level, 2, 10, 20, 80, 60).rgb for level in (0, 1)]
+
+
+def _reads(slide: SlideReader) -> Iterator[Callable[[], Pixels]]:
+    """The same reads one by one."""
+    for region in REGIONS:
+        yield lambda region=region: slide.read_region(*region)[..., :3]
+    for level in (0, 1):
+        yield lambda level=level: slide.read_reduced(level, 2, 10, 20, 80, 60).rgb
+
+
+def _old_or_changed(slide: SlideReader, old: list[Pixels]) -> int:
+    """How many reads refuse since the slide changed; the others must give the old pixels."""
+    changed = 0
+    for read, truth in zip(_reads(slide), old, strict=True):
+        try:
+            found = read()
+        except SlideChanged:
+            changed += 1
+        else:
+            assert np.array_equal(found, truth), "pixels of another file"
+    return changed
+
+
+# --- SL3: garbage inside a tile ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("garbage", [b"\xaa", b"\x00", b"\xff", b"\xff\xd9", b"\x12\x9c\xe3\x58\x07"])
+@pytest.mark.parametrize("compression", ["jpeg", "lzw"])
+@pytest.mark.parametrize("opener", OPENERS)
+def test_sl3_a_tile_whose_second_half_is_garbage_fails_alone_under_four_threads(
+    tmp_path: Path, opener: Opener, compression: str, garbage: bytes
+) -> None:
+    path = _slide(tmp_path / "s.tif", compression)
+    with opener(path, "S1") as slide:
+        whole = slide.read_region(0, 0, 0, *SIZES[0])
+    offset, count = tile_bytes(path, 0, 1, 2)
+    with path.open("r+b") as file:
+        file.seek(offset + count // 2)
+        file.write((garbage * count)[: count - count // 2])
+    barrier = threading.Barrier(4)
+
+    def read(number: int) -> list[str]:
+        barrier.wait(10)
+        found = []
+        for k in range(24):
+            column, row = (k + number) % 6, (k + number) // 6 % 4
+            try:
+                tile = slide.read_region(0, column * TILE, row * TILE, TILE, TILE)
+            except TileReadError:
+                found.append(f"{column},{row}")
+            else:
+                assert np.array_equal(tile, whole[row * TILE : (row + 1) * TILE, column * TILE : (column + 1) * TILE])
+        return found
+
+    with opener(path, "S1") as slide, ThreadPoolExecutor(4) as pool:
+        assert [*pool.map(read, range(4))] == [["2,1"]] * 4
+
+
+@pytest.mark.parametrize(
+    ("compression", "suffix"),
+    [("jpeg", ".tif"), ("lzw", ".tif"), ("zlib", ".ome.tif"), ("webp", ".tif"), (APERIO_JP2000_RGB, ".svs")],
+)
+def test_sl3_damage_in_the_tile_of_most_bytes_costs_that_tile_alone(
+    tmp_path: Path, compression: str | int, suffix: str
+) -> None:
+    """It is the one that a reader looks at when it opens the slide; the reader and the levels stay the same."""
+    path = tmp_path / f"s{suffix}"
+    is_ome, is_aperio = suffix == ".ome.tif", suffix == ".svs"
+    busy = smooth(0, SIZES[0])
+    busy[TILE : 2 * TILE, 2 * TILE : 3 * TILE] = np.random.default_rng(0).integers(0, 256, (TILE, TILE, 3))
+    options: dict[str | int, dict[str, object]] = {APERIO_JP2000_RGB: {"reversible": True, "level": 0}}
+    with tifffile.TiffWriter(path, ome=is_ome) as tiff:
+        for level, image in enumerate((busy, smooth(1, SIZES[1]))):
+            tiff.write(
+                image, tile=(TILE, TILE), photometric="rgb", compression=compression,
+                compressionargs=options.get(compression), subfiletype=int(level > 0 and not is_aperio),
+                subifds=int(is_ome and level == 0), metadata={"axes": "YXS"} if is_ome and level == 0 else None,
+                description=APERIO if is_aperio else None, software=False,
+            )  # fmt: skip
+    with open_slide(path, "S1") as slide:
+        sizes, kind = slide.level_sizes, slide.kind
+        before = slide.read_region(0, 0, 0, TILE, TILE)
+    assert sizes == tuple(SIZES)
+    offset, count = tile_bytes(path, 0, 1, 2)
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(b"\xaa" * count)
+    with open_slide(path, "S1") as slide:
+        assert (slide.level_sizes, slide.kind) == (sizes, kind)
+        with pytest.raises(TileReadError):
+            slide.read_region(0, 2 * TILE + 5, TILE + 5, 10, 10)
+        assert np.array_equal(slide.read_region(0, 0, 0, TILE, TILE), before)
+
+
+# --- SL4: replaced by rename ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compression", [None, "lzw", "zlib", "jpeg"])
+@pytest.mark.parametrize("opener", OPENERS)
+def test_sl4_a_slide_replaced_between_two_reads_is_never_mixed_with_the_other(
+    tmp_path: Path, opener: Opener, compression: str | None
+) -> None:
+    """OpenSlide alone opens by name with every read, and gives the new file's pixels without a word."""
+    path, other = _slide(tmp_path / "s.tif", compression), _slide(tmp_path / "o.tif", compression, other=True)
+    with opener(path, "S1") as slide:
+        old = _pixels(slide)
+        other.replace(path)
+        changed = _old_or_changed(slide, old)
+        assert _old_or_changed(slide, old) == changed, "and it stays so"
+    with opener(path, "S1") as slide:
+        assert not any(np.array_equal(a, b) for a, b in zip(_pixels(slide), old, strict=True)), "they do differ"
+
+
+@pytest.mark.parametrize("opener", OPENERS)
+def test_sl4_a_twin_of_the_same_size_and_time_is_no_less_another_file(tmp_path: Path, opener: Opener) -> None:
+    """As a copy that keeps times leaves it, of a slide whose tiles are not compressed."""
+    path, other = _slide(tmp_path / "s.tif", None), _slide(tmp_path / "o.tif", None, other=True)
+    status = path.stat()
+    assert other.stat().st_size == status.st_size
+    os.utime(other, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with opener(path, "S1") as slide:
+        old = _pixels(slide)
+        other.replace(path)
+        _old_or_changed(slide, old)
+
+
+@pytest.mark.parametrize("compression", ["lzw", "jpeg"])
+def test_sl4_a_slide_replaced_while_openslide_reads_it_gives_old_pixels_or_is_refused(
+    tmp_path: Path, compression: str, opened: OpenHandles
+) -> None:
+    path, other = _slide(tmp_path / "s.tif", compression), _slide(tmp_path / "o.tif", compression, other=True)
+    with OpenSlideReader(path, "S1") as slide, ThreadPoolExecutor(1) as pool:
+        truth = slide.read_region(*REGIONS[0])
+        opened.in_read.clear()
+        opened.go_on.clear()
+        # Another place, so that no cache has its tiles.
+        reading = pool.submit(slide.read_region, 0, 400, 300, 200, 150)
+        assert opened.in_read.wait(10)
+        other.replace(path)
+        opened.go_on.set()
+        with suppress(SlideChanged):
+            found = reading.result(10)
+            expected = np.roll(smooth(0, SIZES[0]), 0)[300:450, 400:600]
+            assert np.abs(found[..., :3].astype(int) - expected).mean() < 10, "pixels of another file"
+        with suppress(SlideChanged):
+            assert np.array_equal(slide.read_region(*REGIONS[0]), truth)
+
+
+@pytest.mark.parametrize("compression", ["lzw", "jpeg"])
+def test_sl4_threads_that_read_while_a_slide_is_replaced_see_the_old_one_and_then_are_told(
+    tmp_path: Path, compression: str
+) -> None:
+    path, other = _slide(tmp_path / "s.tif", compression), _slide(tmp_path / "o.tif", compression, other=True)
+    started = threading.Barrier(4)
+    with open_slide(path, "S1") as slide:
+        truth = slide.read_region(*REGIONS[0])
+
+        def read() -> str:
+            started.wait(10)
+            for _ in range(20_000):
+                try:
+                    found = slide.read_region(*REGIONS[0])
+                except SlideChanged as error:
+                    return str(error)
+                assert np.array_equal(found, truth)
+            return "never told"
+
+        with ThreadPoolExecutor(3) as pool:
+            reading = [pool.submit(read) for _ in range(3)]
+            started.wait(10)
+            slide.read_region(*REGIONS[1])
+            other.replace(path)
+            told = {done.result(60) for done in reading}
+    assert told == {"S1: the file changed while it was being read; run again when it is complete"}
+
+
+# --- SL5, SL6: written in place, deleted ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["rewritten", "appended"])
+@pytest.mark.parametrize("compression", ["lzw", "jpeg"])
+@pytest.mark.parametrize("opener", OPENERS)
+def test_sl5_a_slide_that_is_still_written_is_read_no_further(
+    tmp_path: Path, opener: Opener, compression: str, how: str
+) -> None:
+    path, other = _slide(tmp_path / "s.tif", compression), _slide(tmp_path / "o.tif", compression, other=True)
+    with opener(path, "S1") as slide:
+        _pixels(slide)
+        status = path.stat()
+        with path.open("ab" if how == "appended" else "r+b") as file:
+            file.write(other.read_bytes() if how == "rewritten" else b"more of it")
+        if path.stat().st_mtime_ns == status.st_mtime_ns:  # a clock coarser than the test is quick
+            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 10**9))
+        for read in _reads(slide):
+            with pytest.raises(SlideChanged) as raised:
+                read()
+            assert raised.value.retryable
+
+
+@pytest.mark.parametrize("opener", OPENERS)
+def test_sl6_a_slide_deleted_while_it_is_open_gives_old_pixels_or_says_that_it_is_gone(
+    tmp_path: Path, opener: Opener
+) -> None:
+    path = _slide(tmp_path / "s.tif", "jpeg")
+    with opener(path, "S1") as slide:
+        old = _pixels(slide)
+        path.unlink()
+        for read, truth in zip(_reads(slide), old, strict=True):
+            try:
+                assert np.array_equal(read(), truth)
+            except UnreadableSlide as error:
+                assert str(error) == "S1: the file is gone; put it back or remove it from the cohort"  # noqa: PT017
+
+
+# --- SL9: bombs -------------------------------------------------------------------------------------------------
+
+BOMBS = """
+import resource, sys
+from pathlib import Path
+from inference.errors import TileReadError, UnreadableSlide
+from inference.slides.opening import open_slide
+resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
+try:
+    with open_slide(Path(sys.argv[1]), "S1") as slide:
+        for reduction in (1, 8):
+            try:
+                slide.read_reduced(0, reduction, 0, 0, 16, 16)
+            except TileReadError:
+                print("tile refused")
+        print("read on", slide.read_region(0, 128, 0, 8, 8)[..., 3].min())
+except UnreadableSlide as error:
+    print("refused")
+"""
+
+
+def _bomb(path: Path, compression: str | int, first_tile: Callable[[bytes], bytes]) -> Path:
+    """A slide whose first tile is replaced by what `first_tile` makes of it, no longer than it was."""
+    is_aperio = compression == APERIO_JP2000_RGB
+    with tifffile.TiffWriter(path) as tiff:
+        tiff.write(
+            coordinates(0, (512, 256)), tile=(TILE, TILE), photometric="rgb", compression=compression, metadata=None,
+            description=APERIO if is_aperio else None,
+            compressionargs={"reversible": True, "level": 0} if is_aperio else None,
+        )  # fmt: skip
+    offset, count = tile_bytes(path, 0, 0, 0)
+    data = path.read_bytes()
+    made = first_tile(data[offset : offset + count])
+    assert len(made) <= count
+    path.write_bytes(data[:offset] + made + data[offset + len(made) :])
+    return path
+
+
+def _enormous_jpeg(data: bytes) -> bytes:
+    at = data.index(b"\xff\xc0") + 5
+    return data[:at] + struct.pack(">HH", 65_000, 65_000) + data[at + 4 :]
+
+
+def _enormous_codestream(data: bytes) -> bytes:
+    return data[:8] + struct.pack(">2I", 1 << 30, 1 << 30) + data[16:]
+
+
+def _expanding(data: bytes) -> bytes:
+    packer = zlib.compressobj(9)
+    parts = [packer.compress(bytes(1 << 20)) for _ in range(20)]  # 1,000 times what was packed
+    return (b"".join(parts) + packer.flush())[: len(data)]
+
+
+@pytest.mark.parametrize(
+    ("compression", "suffix", "first_tile"),
+    [
+        ("jpeg", ".tif", _enormous_jpeg),
+        (APERIO_JP2000_RGB, ".svs", _enormous_codestream),
+        ("zlib", ".tif", _expanding),
+    ],
+)
+def test_sl9_a_tile_that_claims_to_be_enormous_costs_itself_and_no_memory(
+    tmp_path: Path, compression: str | int, suffix: str, first_tile: Callable[[bytes], bytes]
+) -> None:
+    """In a process of its own that may have 3 GiB: an allocation that fails would end it."""
+    path = _bomb(tmp_path / f"s{suffix}", compression, first_tile)
+    said = _in_a_process(BOMBS, path)
+    assert said[-1] == "read on 255"
+    if first_tile is not _expanding:  # whose first 49,152 bytes are a tile like any other
+        assert said[:-1] == ["tile refused"] * 2
+
+
+@pytest.mark.parametrize(("width", "height"), [(1 << 31, 1 << 31), ((1 << 32) - 1, 256), (1 << 30, 1 << 30)])
+@pytest.mark.parametrize("big", [False, True])
+def test_sl9_an_absurd_size_is_refused_within_three_gib(tmp_path: Path, width: int, height: int, big: bool) -> None:
+    path = tmp_path / "s.tif"
+    tifffile.imwrite(path, coordinates(0, (256, 256)), tile=(TILE, TILE), photometric="rgb", metadata=None, bigtiff=big)
+    with tifffile.TiffFile(path) as tiff:
+        places = [tiff.pages[0].tags[name] for name in ("ImageWidth", "ImageLength")]
+        at = [(tag.offset, tag.valueoffset) for tag in places]
+    with path.open("r+b") as file:
+        for (tag, value), size in zip(at, (width, height), strict=True):
+            file.seek(tag + 2)
+            file.write(struct.pack("<H", 4))
+            file.seek(value)
+            file.write(struct.pack("<I", size))
+    assert _in_a_process(BOMBS, path) == ["refused"]
+
+
+def _in_a_process(code: str, *arguments: Path | int) -> list[str]:
+    """Lines printed by a script that must not fail."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+# --- SL10: tables that lead nowhere -----------------------------------------------------------------------------
+
+
+def _entry(data: bytearray, tag: int) -> int:
+    """Where a tag of the first directory is."""
+    first = struct.unpack_from("<I", data, 4)[0]
+    count = struct.unpack_from("<H", data, first)[0]
+    return next(
+        at for at in range(first + 2, first + 2 + 12 * count, 12) if struct.unpack_from("<H", data, at)[0] == tag
+    )
+
+
+def _to_itself(data: bytearray) -> None:
+    """The next directory is this one."""
+    first = struct.unpack_from("<I", data, 4)[0]
+    count = struct.unpack_from("<H", data, first)[0]
+    struct.pack_into("<I", data, first + 2 + 12 * count, first)
+
+
+def _past_the_end(data: bytearray) -> None:
+    """The next directory lies behind the file."""
+    first = struct.unpack_from("<I", data, 4)[0]
+    count = struct.unpack_from("<H", data, first)[0]
+    struct.pack_into("<I", data, first + 2 + 12 * count, len(data) + 1000)
+
+
+def _first_past_the_end(data: bytearray) -> None:
+    struct.pack_into("<I", data, 4, len(data) + 1000)
+
+
+def _first_in_the_header(data: bytearray) -> None:
+    struct.pack_into("<I", data, 4, 2)
+
+
+def _too_many_entries(data: bytearray) -> None:
+    struct.pack_into("<H", data, struct.unpack_from("<I", data, 4)[0], 65535)
+
+
+def _offsets_past_the_end(data: bytearray) -> None:
+    """The table of tile offsets lies behind the file."""
+    struct.pack_into("<I", data, _entry(data, 324) + 8, len(data) + 1000)
+
+
+def _endless_table(data: bytearray) -> None:
+    """Four thousand million tile offsets."""
+    struct.pack_into("<I", data, _entry(data, 324) + 4, (1 << 32) - 1)
+
+
+def _no_tile_width(data: bytearray) -> None:
+    struct.pack_into("<I", data, _entry(data, 322) + 8, 0)
+
+
+def _unknown_type(data: bytearray) -> None:
+    struct.pack_into("<H", data, _entry(data, 324) + 2, 77)
+
+
+def _sub_directory_is_this_one(data: bytearray) -> None:
+    """A tag turned into SubIFDs that lead back."""
+    at = _entry(data, 254)
+    struct.pack_into("<HHII", data, at, 330, 4, 1, struct.unpack_from("<I", data, 4)[0])
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "harm",
+    [
+        _to_itself, _past_the_end, _first_past_the_end, _first_in_the_header, _too_many_entries, _offsets_past_the_end,
+        _endless_table, _no_tile_width, _unknown_type,
+    ],
+)  # fmt: skip
+def test_sl10_tables_that_lead_nowhere_are_refused_at_once(tmp_path: Path, harm: Callable[[bytearray], None]) -> None:
+    path = write_pyramid(tmp_path / "s.tif", SIZES, coordinates, tile=TILE)
+    data = bytearray(path.read_bytes())
+    harm(data)
+    path.write_bytes(data)
+    with pytest.raises(UnreadableSlide, match=r"^S1: [^\n]+$") as raised:
+        open_slide(path, "S1")
+    assert str(tmp_path) not in str(raised.value)
+
+
+@pytest.mark.timeout(20)
+def test_sl10_sub_directories_that_lead_back_do_not_hang(tmp_path: Path) -> None:
+    """Read right or refused: they are of no use to a slide."""
+    path = write_pyramid(tmp_path / "s.tif", SIZES, coordinates, tile=TILE)
+    data = bytearray(path.read_bytes())
+    _sub_directory_is_this_one(data)
+    path.write_bytes(data)
+    with suppress(UnreadableSlide), open_slide(path, "S1") as slide:
+        assert np.array_equal(slide.read_region(0, 0, 0, 300, 200)[..., :3], coordinates(0, SIZES[0])[:200, :300])
+
+
+@pytest.mark.timeout(20)
+def test_sl10_tags_in_the_wrong_order_change_no_pixel(tmp_path: Path) -> None:
+    path = write_pyramid(tmp_path / "s.tif", SIZES[:1], coordinates, tile=TILE)
+    data = bytearray(path.read_bytes())
+    first = struct.unpack_from("<I", data, 4)[0]
+    count = struct.unpack_from("<H", data, first)[0]
+    entries = [bytes(data[first + 2 + 12 * k : first + 14 + 12 * k]) for k in range(count)]
+    data[first + 2 : first + 2 + 12 * count] = b"".join(reversed(entries))
+    path.write_bytes(data)
+    with suppress(UnreadableSlide), open_slide(path, "S1") as slide:
+        assert slide.level_sizes == tuple(SIZES[:1])
+        assert np.array_equal(slide.read_region(0, 0, 0, *SIZES[0])[..., :3], coordinates(0, SIZES[0]))
+
+
+# --- SL15: out of descriptors -----------------------------------------------------------------------------------
+
+FEW_FILES = """
+import os, resource, sys, threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from inference.errors import SourceUnavailable
+from inference.slides.opening import open_slide
+from inference.slides.openslide_reader import OpenSlideReader
+
+opener = {"open_slide": open_slide, "OpenSlideReader": OpenSlideReader}[sys.argv[2]]
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+
+def read(number):
+    barrier.wait(10)
+    said = set()
+    for k in range(20):
+        x, y = 17 * number + k, 11 * k
+        try:
+            found = slide.read_region(0, x, y, 40, 30)
+        except SourceUnavailable as error:
+            assert error.retryable
+            said.add("unavailable")
+        else:
+            said.add("right" if (found == truth[y:y + 30, x:x + 40]).all() else "WRONG")
+    return said
+
+def everybody():
+    global barrier
+    barrier = threading.Barrier(8)
+    with ThreadPoolExecutor(8) as pool:
+        return sorted(set().union(*pool.map(read, range(8))))
+
+with opener(Path(sys.argv[1]), "S1") as slide:
+    truth = slide.read_region(0, 0, 0, 768, 512)
+    print(everybody())
+with opener(Path(sys.argv[1]), "S1") as slide:
+    taken = []
+    try:
+        while True:
+            taken.append(os.dup(0))
+    except OSError:
+        for descriptor in taken[-2:]:
+            os.close(descriptor)
+    print(everybody())
+    for descriptor in taken[:-2]:
+        os.close(descriptor)
+    print(everybody())
+"""
+
+
+@pytest.mark.parametrize("opener", ["open_slide", "OpenSlideReader"])
+def test_sl15_eight_threads_with_64_descriptors_read_right_and_where_there_are_none_wait_for_better_times(
+    tmp_path: Path, opener: str
+) -> None:
+    path = _slide(tmp_path / "s.tif", "jpeg")
+    done = subprocess.run(
+        [sys.executable, "-c", FEW_FILES, str(path), opener], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    plenty, few, again = done.stdout.splitlines()
+    assert plenty == again == "['right']"
+    assert few in ("['right']", "['right', 'unavailable']", "['unavailable']")
