@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from inference.slides.compressed_reader import CompressedReader
 from inference.slides.opening import open_slide
 from inference.slides.reader import SlideReader
 from inference.slides.resolution import plan_reading, resolve_mpp
 from inference.slides.sampling import TileSampler, make_grid
-from inference.slides.compressed_reader import CompressedReader
 from tests.inference.slides.synthetic import Rectangle, Size, dark_rectangles, write_pyramid
 
 Place = tuple[float, float]

@@ -121,7 +121,8 @@ def test_72_dpi_is_handed_on_and_not_plausible(tmp_path: Path) -> None:
         ("derived/philips-sparse.tiff", "compressed tiles (jpeg, "),
         ("derived/ventana.bif", ""),
         ("derived/leica.scn", ""),
-        ("derived/dicom-jpeg/volume-0.dcm", ""),
+        ("derived/dicom-jpeg/volume-0.dcm", "compressed tiles (jpeg, "),
+        ("slides/dicom-highdicom/sm_image.dcm", "compressed tiles (uncompressed), "),
         ("slides/test3-DAPI-2-(387).ndpi", ""),
     ],
 )

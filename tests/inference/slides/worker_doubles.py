@@ -14,13 +14,16 @@ from pathlib import Path
 import numpy as np
 
 REPO = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(REPO))  # where this file is run by its name
+if __name__ == "__main__":
+    sys.path.insert(0, str(REPO))
 
 from inference.errors import SourceUnavailable, TileReadError  # noqa: E402
+from inference.slides.process_reader import ProcessReader  # noqa: E402
 from inference.slides.worker import serve  # noqa: E402
 from tests.inference.slides.synthetic import ArrayReader, Pixels, Rectangle, Size, coordinates  # noqa: E402
 
 SIZE: Size = (600, 400)
+TRUTH = coordinates(0, SIZE)
 COMMAND = (sys.executable, str(Path(__file__).resolve()))
 
 
@@ -35,6 +38,28 @@ def opened_by(path: Path) -> list[int]:
     """Process ids that have opened the slide, in order."""
     log = path.with_suffix(".opened")
     return [int(line) for line in log.read_text().split()] if log.exists() else []
+
+
+def open_by_process(path: Path, timeout_s: float = 60.0, processes: int = 1) -> ProcessReader:
+    """A reader whose processes serve such slides."""
+    return ProcessReader(path, "S1", timeout_s=timeout_s, processes=processes, command=COMMAND)
+
+
+def assert_read(slide: ProcessReader, x: int, y: int, side: int = 50) -> None:
+    """A square has the pixels that it should."""
+    found = slide.read_region(0, x, y, side, side)
+    assert np.array_equal(found[..., :3], TRUTH[y : y + side, x : x + side])
+    assert found[..., 3].min() == 255
+
+
+def assert_gone(pids: list[int]) -> None:
+    """They neither run nor are zombies."""
+    for pid in pids:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            continue
+        raise AssertionError(f"process {pid} is still there")
 
 
 class FaultyReader(ArrayReader):
@@ -88,6 +113,11 @@ def _meet(path: Path) -> None:
         os.close(os.open(pipe, os.O_RDONLY))
 
 
+def _say_so_and_hang(path: Path) -> None:
+    os.close(os.open(path.with_suffix(".pipe"), os.O_WRONLY))
+    _hang(path)
+
+
 def _babble(_path: Path) -> None:
     """More than a pipe holds, where answers and errors go."""
     for stream in (1, 2):
@@ -107,6 +137,7 @@ def _raise(error: Exception) -> Callable[[Path], None]:
 
 DOES: dict[str, Callable[[Path], None]] = {
     "hang": _hang,
+    "say so and hang": _say_so_and_hang,
     "hang once": _hang_once,
     "hang the second time": _hang_the_second_time,
     "crash": _crash,
@@ -127,9 +158,7 @@ def open_faulty(path: Path, name: str, files: Sequence[Path]) -> FaultyReader:
 
 def hold(path: Path) -> None:
     """Open a slide, say so, and read from it for ever."""
-    from inference.slides.process_reader import ProcessReader
-
-    slide = ProcessReader(path, "S1", command=COMMAND)
+    slide = open_by_process(path)
     threading.Thread(target=slide.read_region, args=(0, 0, 0, 50, 50), daemon=True).start()
     os.write(1, b"open\n")
     threading.Event().wait()
