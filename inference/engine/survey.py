@@ -52,6 +52,7 @@ def survey_slide(job: SlideJob, work: Path) -> Draft:
         "height": height,
         "levels": [list(size) for size in reader.level_sizes],
         "vendor": reader.vendor,
+        "reader": reader.reason,
         "objective_power": _json_number(reader.objective_power),
         "mpp_stated": [_json_number(value) for value in reader.mpp] if reader.mpp else None,
         "mpp": list(job.resolution.mpp),

@@ -13,6 +13,9 @@ MAX_DIFFERENCE = 2.0
 """Grey levels by which the fast reader may differ from OpenSlide in the mean of a region: of the area mean where it
 reduces, and on levels where OpenSlide interpolates. Elsewhere not one pixel may differ."""
 
+DIFFERENT = "its pixels differ from OpenSlide's"
+"""How a disproof begins."""
+
 _PROOF_PX = 512  # side of the regions compared
 
 
@@ -48,7 +51,7 @@ def _difference(
         return None
     off = np.abs(fast.astype(np.int16) - theirs[..., :3])
     if (off.max() > 0) if exactly else (off.mean() > _interpolated_bound(theirs)):
-        return f"its pixels differ from OpenSlide's by {off.mean():.1f} grey levels in the mean at ({x}, {y})"
+        return f"{DIFFERENT} by {off.mean():.1f} grey levels in the mean at ({x}, {y})"
     return None
 
 

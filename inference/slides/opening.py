@@ -11,7 +11,7 @@ from inference.errors import InferenceError, SourceUnavailable, UnreadableSlide
 from inference.slides._compressed import CompressedLevel
 from inference.slides._dicom_levels import dicom_levels
 from inference.slides._files import open_regular, source_lost
-from inference.slides._proof import disproof
+from inference.slides._proof import DIFFERENT, disproof
 from inference.slides._tiff_levels import is_plain, level_of, quiet, tiled_pages
 from inference.slides.compressed_reader import CompressedReader, SlideFacts
 from inference.slides.openslide_reader import OpenSlideReader
@@ -62,7 +62,10 @@ def _best(path: Path, name: str, slow: OpenSlideReader, files: Sequence[Path]) -
         levels, problems = _proven_levels(files, name, slow, held)
         if problems:
             slow.reason = f"compressed tiles are not read directly: {problems[0]}"
-            log.info("%s: %s", name, slow.reason)
+            # What is merely another format is no news; pixels that differ are.
+            log.log(
+                logging.WARNING if any(DIFFERENT in p for p in problems) else logging.INFO, "%s: %s", name, slow.reason
+            )
         return _fast(files, name, slow, levels, problems, held.pop_all()) if levels else slow
 
 

@@ -1,7 +1,7 @@
 """DICOM whole-slide files made in code, whose frames, tables and headers may also lie."""
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +27,7 @@ class Codec:
 
 
 def _jpeg(tile: Pixels) -> bytes:
-    return simplejpeg.encode_jpeg(tile, quality=90, colorspace="RGB", colorsubsampling="420")
+    return bytes(simplejpeg.encode_jpeg(tile, quality=90, colorspace="RGB", colorsubsampling="420"))
 
 
 def _jpeg_of_rgb(tile: Pixels) -> bytes:
@@ -83,7 +83,7 @@ def write_level(
     lie: Callable[[list[int]], list[int]] = list,
     frames: Callable[[list[bytes]], list[bytes]] = list,
     is_first: bool = True,
-    **elements: object,
+    elements: Mapping[str, object] | None = None,
 ) -> Path:
     """One level of a series as a file.
 
@@ -91,7 +91,7 @@ def write_level(
         table: "basic", "extended" or "none".
         lie: changes the offsets in the table.
         frames: changes the frames that are stored, after the table was made.
-        elements: further elements of the header by keyword; None leaves one out.
+        elements: further elements of the header, by keyword.
     """
     how = CODECS[codec]
     encoded = frames_of(pixels, how)
@@ -107,11 +107,8 @@ def write_level(
             data.add_new(0x7FE00002, "OV", struct.pack(f"<{len(encoded)}Q", *map(len, encoded)))
         data.add_new(0x7FE00010, "OB", item(basic) + b"".join(map(item, stored)) + SEQUENCE_END + bytes(4))
         data["PixelData"].is_undefined_length = True
-    for keyword, value in elements.items():
-        if value is None:
-            delattr(data, keyword)
-        else:
-            setattr(data, keyword, value)
+    for keyword, value in (elements or {}).items():
+        setattr(data, keyword, value)
     data.save_as(path, enforce_file_format=True)
     if codec != "raw":  # pydicom ends the sequence itself, after the end that is there
         whole = path.read_bytes()

@@ -149,7 +149,7 @@ def test_pixels_of_an_exact_pyramid_are_known_on_every_level(tmp_path: Path) -> 
 
 
 def test_a_header_longer_than_the_first_read_is_read_on(tmp_path: Path) -> None:
-    path = write_level(tmp_path / "a.dcm", LEVEL, RedPaletteColorLookupTableData=bytes(300_000))
+    path = write_level(tmp_path / "a.dcm", LEVEL, elements={"RedPaletteColorLookupTableData": bytes(300_000)})
     with _opened_fast(path) as slide:
         assert np.array_equal(_whole(slide), _by_openslide(path))
 
@@ -158,7 +158,7 @@ def test_a_header_longer_than_the_first_read_is_read_on(tmp_path: Path) -> None:
 def test_what_a_header_says_wrong_of_the_colours_is_never_worse_than_openslide(
     tmp_path: Path, codec: str, said: str
 ) -> None:
-    path = write_level(tmp_path / "a.dcm", LEVEL, codec, PhotometricInterpretation=said)
+    path = write_level(tmp_path / "a.dcm", LEVEL, codec, elements={"PhotometricInterpretation": said})
     with open_slide(path, "S1") as slide:
         assert isinstance(slide, CompressedReader | OpenSlideReader)
         assert np.array_equal(_whole(slide), _by_openslide(path))
@@ -283,7 +283,7 @@ def test_items_that_are_not_the_frames_are_left_to_openslide(
 def test_what_is_no_full_grid_in_one_plane_is_left_to_openslide_or_refused(
     tmp_path: Path, elements: dict[str, object], reason: str
 ) -> None:
-    path = write_level(tmp_path / "a.dcm", LEVEL, **elements)
+    path = write_level(tmp_path / "a.dcm", LEVEL, elements=elements)
     try:
         assert f"level 0: {reason}" in _left_to_openslide(path)
     except UnreadableSlide as error:

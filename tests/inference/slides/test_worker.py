@@ -215,9 +215,8 @@ def test_a_part_of_a_region_that_hung_twice_is_tried_once(tmp_path: Path) -> Non
 def test_three_regions_in_a_row_end_the_slide(tmp_path: Path, does: str, said: str) -> None:
     path = write_faulty(tmp_path, (does, (0, 0, 300, 400)))
     with open_by_process(path) as slide:
-        for x in (0, 50):
-            with pytest.raises(TileReadError, match=f"^the reader {said} on this region$"):
-                slide.read_region(0, x, 0, 50, 50)
+        with pytest.raises(TileReadError, match=f"^the reader {said} on this region$"):
+            slide.read_region(0, 0, 0, 50, 50)
         assert_read(slide, 400, 0)  # breaks the row
         for x in (100, 150):
             with pytest.raises(TileReadError):
