@@ -46,12 +46,17 @@ def _info(result: StageResult) -> dict[str, dg.MetadataValue]:
         "mpp": dg.MetadataValue.float(float(str(mpp[0]))),
         "mpp_source": dg.MetadataValue.text(str(summary["mpp_source"])),
         "vendor": dg.MetadataValue.text(str(summary["vendor"])),
+        "reader": dg.MetadataValue.text(str(summary["reader"])),
     }
 
 
 def _tiles(result: StageResult) -> dict[str, dg.MetadataValue]:
     counts, summary = result.manifest.counts, result.manifest.summary
+    warnings = summary["warnings"]
+    assert isinstance(warnings, list), "texts"
+    noted = {"notes": dg.MetadataValue.text("; ".join(map(str, warnings)))} if warnings else {}
     return {
+        **noted,
         "tiles_planned": dg.MetadataValue.int(counts.planned),
         "tiles_grid": dg.MetadataValue.int(counts.grid),
         "tissue_share": dg.MetadataValue.float(float(str(summary["tissue_share"]))),
@@ -73,6 +78,10 @@ def _predict(result: StageResult) -> dict[str, dg.MetadataValue]:
     if isinstance(timings, dict) and "tiles_per_s" in timings:
         found["tiles_per_s"] = dg.MetadataValue.float(float(str(timings["tiles_per_s"])))
         found["bound_by"] = dg.MetadataValue.text(str(timings["bound_by"]))
+    quality = result.manifest.summary["quality"]
+    if isinstance(quality, dict) and quality["focus_median"] is not None:
+        found["focus_median"] = dg.MetadataValue.float(float(str(quality["focus_median"])))
+        found["out_of_focus_share"] = dg.MetadataValue.float(float(str(quality["out_of_focus_share"])))
     groups = result.manifest.summary.get("failed_tiles")
     if isinstance(groups, list) and groups:
         records = [_failed_record(group) for group in groups]

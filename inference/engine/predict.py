@@ -94,7 +94,13 @@ class _Feed:
         settings = self._job.settings
         ahead = 2 * settings.batch_size + settings.readers
         in_flight: deque[tuple[Future[TileOutput] | FailedTile, float | None]] = deque()
-        reads = ReadAhead(self._read, len(self._sampler), threads=settings.readers, ahead=ahead)
+        reads = ReadAhead(
+            self._read,
+            len(self._sampler),
+            threads=settings.readers,
+            ahead=ahead,
+            stalled_after_s=self._job.stalled_after_s,
+        )
         with closing(iter(reads)) as found:
             try:
                 for read in found:

@@ -13,8 +13,12 @@ from inference.errors import DamagedResult
 from inference.models.spec import ModelSpec
 from inference.outputs.report import FailedTiles, SlideReport, write_report
 from inference.slides.discovery import SlideRef
+from inference.slides.quality import percent
 from inference.store.manifest import Manifest
 from inference.store.store import Address, FailureRecord
+
+MUCH_BLUR = 0.05
+"""Share of tiles out of focus from which the report says so."""
 
 
 def write_cohort_report(path: Path, title: str, chain: Chain, refs: Iterable[SlideRef]) -> list[SlideReport]:
@@ -59,6 +63,7 @@ def _figures(chain: Chain, ref: SlideRef, at: Addresses, spec: ModelSpec) -> Sli
         n_planned=last.counts.planned if last else 0,
         n_ok=predict.counts.ok if predict else 0,
         n_failed=predict.counts.failed if predict else 0,
+        notes=_notes(tiles, predict),
         tissue_share=_number(tiles, "tissue_share"),
         mpp=_pair(info),
         mpp_source=info.inputs["mpp_source"] if info else None,  # type: ignore[arg-type]  # one of three
@@ -91,6 +96,19 @@ def _reason(failure: FailureRecord | None, predict: Manifest | None) -> str | No
     if predict is None:
         return "not run yet with these settings"
     return predict.reason
+
+
+def _notes(tiles: Manifest | None, predict: Manifest | None) -> tuple[str, ...]:
+    """What was seen on the slide, and how sharp it is, where that is worth a word."""
+    warnings = tiles.summary.get("warnings", []) if tiles else []
+    assert isinstance(warnings, list), "texts"
+    quality = predict.summary.get("quality") if predict else None
+    blurred = quality.get("out_of_focus_share") if isinstance(quality, dict) else None
+    found = [str(text) for text in warnings]
+    if isinstance(blurred, float) and blurred >= MUCH_BLUR:
+        found.append(f"{percent(blurred)} of the tiles with tissue are out of focus")
+    icc = predict.summary.get("icc") if predict else None
+    return (*found, *([str(icc)] if icc else []))
 
 
 def _failed_tiles(predict: Manifest | None, failure: FailureRecord | None) -> tuple[FailedTiles, ...]:

@@ -43,6 +43,7 @@ class SlideReport:
         reason: why the slide failed, is empty or has failures.
         remedy: what the reader can do about it.
         n_grid: tiles of the whole grid; planned ones are those with tissue.
+        notes: what else a person should know of it: ink, folds, blur.
         tissue_share: 0 to 1.
         mpp: µm/px of level 0 that was used, x and y.
         level: what was read, such as "0" or "1, halved".
@@ -62,6 +63,7 @@ class SlideReport:
     n_planned: int = 0
     n_ok: int = 0
     n_failed: int = 0
+    notes: tuple[str, ...] = ()
     tissue_share: float | None = None
     mpp: tuple[float, float] | None = None
     mpp_source: Literal["slide", "cohort file", "--mpp"] | None = None

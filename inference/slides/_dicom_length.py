@@ -5,8 +5,6 @@ import os
 from pathlib import Path
 from typing import BinaryIO
 
-from pydicom.filereader import read_partial
-
 from inference.slides._files import open_regular
 
 _MAGIC_AT = 128
@@ -47,6 +45,8 @@ def truncated_dicom(path: Path) -> str | None:
 
 def _pixel_data(file: BinaryIO) -> tuple[int, int] | None:
     """Where the pixels begin and how many bytes they claim: zeros where there are none, None past a broken header."""
+    from pydicom.filereader import read_partial  # a third of a second, and most slides are no DICOM
+
     found: list[tuple[int, int]] = []
     buffered = io.BufferedReader(file)  # type: ignore[type-var]  # a raw file, typed as any binary one
 

@@ -6,17 +6,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from pydicom.dataset import FileDataset
-from pydicom.filereader import read_partial
 
 from inference.slides._codecs import JpegDecoder, TileDecoder, jpeg2000_decoder, uncompressed_decoder
 from inference.slides._compressed import CompressedLevel
 from inference.slides._files import open_regular
 from inference.slides._tiff_refusal import MAX_TILE_PX
 from inference.slides.dicom import HEADER_BYTES
+
+if TYPE_CHECKING:
+    from pydicom.dataset import FileDataset
 
 _DEFLATED = b"1.2.840.10008.1.2.1.99"
 _UNCOMPRESSED, _JPEG = "1.2.840.10008.1.2.1", "1.2.840.10008.1.2.4.50"
@@ -60,7 +62,7 @@ class _Volume:
     """
 
     descriptor: int
-    header: FileDataset
+    header: "FileDataset"
     start: int
     length: int
 
@@ -136,8 +138,10 @@ def _read_header(descriptor: int) -> _Volume | None:
     return None
 
 
-def _parsed(data: bytes) -> tuple[FileDataset, int, int] | None:
+def _parsed(data: bytes) -> "tuple[FileDataset, int, int] | None":
     """The elements of `_TAGS`, and where the pixel data begin and what they claim; None unless they begin in `data`."""
+    from pydicom.filereader import read_partial  # a third of a second, and most slides are no DICOM
+
     stream, place = io.BytesIO(data), (0, 0)
 
     def at_pixels(tag: int, _vr: str | None, length: int) -> bool:
@@ -153,7 +157,7 @@ def _parsed(data: bytes) -> tuple[FileDataset, int, int] | None:
     return (header, *place) if place[0] else None
 
 
-def _raw(header: FileDataset, tag: int) -> bytes:
+def _raw(header: "FileDataset", tag: int) -> bytes:
     """An element's bytes: pydicom's own conversion warns about values that are merely too long."""
     value = header.get_item(tag).value if tag in header else None
     return value if isinstance(value, bytes) else b""

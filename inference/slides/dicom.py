@@ -5,12 +5,13 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-
-from pydicom.dataset import FileDataset
-from pydicom.filereader import read_partial
+from typing import TYPE_CHECKING
 
 from inference.errors import SourceUnavailable
 from inference.slides._files import Skipped, read_start, source_lost
+
+if TYPE_CHECKING:
+    from pydicom.dataset import FileDataset
 
 _WHOLE_SLIDE_MICROSCOPY = "1.2.840.10008.5.1.4.1.1.77.1.6"
 _DEFLATED = b"1.2.840.10008.1.2.1.99"
@@ -110,8 +111,10 @@ def group_series(instances: Iterable[DicomInstance]) -> tuple[list[DicomSeries],
     return series, skipped
 
 
-def _read_header(path: Path) -> FileDataset | str:
+def _read_header(path: Path) -> "FileDataset | str":
     """The few elements of `_TAGS`, or what is wrong with the header."""
+    from pydicom.filereader import read_partial  # a third of a second, and most slides are no DICOM
+
     problem = "cut short"
     for size in HEADER_BYTES:
         data = read_start(path, size)
@@ -138,13 +141,13 @@ def _read_header(path: Path) -> FileDataset | str:
     return problem
 
 
-def _text(header: FileDataset, tag: int) -> str:
+def _text(header: "FileDataset", tag: int) -> str:
     """Raw value as text: pydicom's own conversion warns about values that are merely too long."""
     value = header.get_item(tag).value if tag in header else None
     return value.decode("ascii", "replace").strip(" \0") if isinstance(value, bytes) else ""
 
 
-def _number(header: FileDataset, tag: int) -> int:
+def _number(header: "FileDataset", tag: int) -> int:
     element = header.get_item(tag) if tag in header else None
     if element is None or not isinstance(element.value, bytes):
         return 0

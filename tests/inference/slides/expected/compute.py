@@ -72,20 +72,20 @@ class Levels:
         else:
             assert mpp is not None, f"{path.name} states no µm/px"
             self.mpp, self.source = (mpp, mpp), "--mpp"
-        self._pages: list[tifffile.TiffPage] = []
         self.sizes: list[tuple[int, int]] = list(self._slide.level_dimensions)
-        if path.name.endswith(".ome.tif"):
-            self._pages = [level.keyframe for level in tifffile.TiffFile(path).series[0].levels]
-            self.sizes = [(page.imagewidth, page.imagelength) for page in self._pages]
+        self._ome = path if path.name.endswith(".ome.tif") else None
+        if self._ome:
+            with tifffile.TiffFile(path) as tiff:
+                self.sizes = [level.shape[1::-1] for level in tiff.series[0].levels]
 
-    def read(self, level: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """RGB of a level over white, and 1 where it has no pixels."""
-        if self._pages:
-            rgb = self._pages[level].asarray().astype(np.float64)
-            return rgb, np.zeros(rgb.shape[:2])
+    def read(self, level: int) -> NDArray[np.float64]:
+        """RGB of a level over white, and as a fourth channel 1 where it has no pixels."""
+        if self._ome:
+            rgb = tifffile.imread(self._ome, series=0, level=level).astype(np.float64)
+            return np.dstack([rgb, np.zeros(rgb.shape[:2])])
         rgba = np.asarray(self._slide.read_region((0, 0), level, self.sizes[level])).astype(np.float64)
         alpha = rgba[..., 3:] / 255
-        return rgba[..., :3] * alpha + WHITE * (1 - alpha), (rgba[..., 3] == 0).astype(np.float64)
+        return np.dstack([rgba[..., :3] * alpha + WHITE * (1 - alpha), rgba[..., 3] == 0])
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,8 @@ def means(planes: NDArray[np.float64], choice: Choice, tiles: Grid) -> Iterator[
         ys, y_weights = weights(*span(row, tiles.footprint[1], choice.down[1], choice), height, choice.reduction)
         for col in range(tiles.cols):
             xs, x_weights = weights(*span(col, tiles.footprint[0], choice.down[0], choice), width, choice.reduction)
-            mean = np.einsum("y,x,yxc->c", y_weights, x_weights, planes[ys, xs]) / y_weights.sum() / x_weights.sum()
+            columns = np.tensordot(y_weights, planes[ys, xs], 1) / y_weights.sum()
+            mean = x_weights @ columns / x_weights.sum()
             yield [*np.round(mean[:3], 2).tolist(), round(float(mean[3]), 4)]
 
 
@@ -190,7 +191,7 @@ def expected(data: Path, slide: Slide) -> dict[str, object]:
             "mpp": [round(value, 6) for value in choice.mpp],
             "x": [math.floor(col * tiles.footprint[0] + 0.5) for col in range(tiles.cols)],
             "y": [math.floor(row * tiles.footprint[1] + 0.5) for row in range(tiles.rows)],
-            "tiles": [*means(np.dstack(levels.read(choice.level)), choice, tiles)] if tiles.rows * tiles.cols else [],
+            "tiles": [*means(levels.read(choice.level), choice, tiles)] if tiles.rows * tiles.cols else [],
         }
     return {"file": slide.file, "mpp": levels.mpp, "mpp_source": levels.source, "targets": targets}
 
