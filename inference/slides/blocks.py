@@ -54,6 +54,11 @@ class BlockPass:
         self._blocks: OrderedDict[int, _Block] = OrderedDict()
         self.blocks_read = 0
 
+    @property
+    def blocks_held(self) -> int:
+        """Blocks that wait for a rectangle still to come."""
+        return len(self._blocks)
+
     def read(self, index: int) -> Pixels:
         """The pixels of one rectangle.
 

@@ -81,7 +81,15 @@ def _means(sampler: TileSampler) -> NDArray[np.float64]:
 @pytest.mark.parametrize("name", ["aperio-3level-jp2k-nompp", "philips-sparse", "ome-pyramid", "dicom-highdicom"])
 def test_what_is_committed_is_what_the_script_computes(shared_data: Path, name: str) -> None:
     slide = next(slide for slide in SLIDES if slide.name == name)
-    assert json.loads(json.dumps(expected(shared_data, slide))) == COMMITTED[name]
+    found: Json = json.loads(json.dumps(expected(shared_data, slide)))
+    committed = COMMITTED[name]
+    assert found.keys() == committed.keys()
+    assert found["targets"].keys() == committed["targets"].keys()
+    for target, truth in committed["targets"].items():
+        said = found["targets"][target]
+        assert {**said, "tiles": []} == {**truth, "tiles": []}
+        # Another machine's sums may round the other way.
+        assert np.abs(np.subtract(said["tiles"], truth["tiles"])).max(initial=0) <= 0.0101
 
 
 def test_every_shared_slide_has_its_expected_values(shared_data: Path) -> None:
