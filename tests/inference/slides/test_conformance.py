@@ -12,7 +12,8 @@ from inference.slides.opening import open_slide
 from inference.slides.openslide_reader import OpenSlideReader
 from inference.slides.process_reader import ProcessReader
 from inference.slides.reader import SlideReader, require_region
-from tests.inference.slides.conformance import (
+from tests.inference.slides.conformance import SlideReaderContract
+from tests.inference.slides.known_slides import (
     APERIO_JP2000_RGB,
     DAMAGED,
     HALVES,
@@ -20,7 +21,6 @@ from tests.inference.slides.conformance import (
     ODD,
     TILE,
     Known,
-    SlideReaderContract,
     tile_of,
     write_known,
 )
