@@ -23,6 +23,7 @@ import tifffile
 from PIL import Image
 
 from benchmarks._bench import OUT, machine, print_table, write_json
+from inference.slides._tiff_levels import level_of
 from inference.slides.opening import open_slide
 from inference.slides.overview import read_overview
 from inference.slides.readahead import CHUNK, ReadAhead

@@ -43,7 +43,9 @@ def predict_tiles(job: SlideJob, model: EngineModel, at: Addresses, work: Path) 
     tiles = job.require(at.tiles, "predict")
     row, col, x, y = read_tiles(tiles)
     grid = job.grid(model.spec)
-    feed = _Feed(job, model, TileSampler(job.reader, job.plan(model.spec), grid, row, col, convert=_colours(job)))
+    buffer_bytes = job.settings.read_buffer_mb << 20
+    sampler = TileSampler(job.reader, job.plan(model.spec), grid, row, col, buffer_bytes, _colours(job))
+    feed = _Feed(job, model, sampler)
     forward_before = model.scheduler.statistics().forward_s if len(row) else 0.0
     clock = time.monotonic()
     about: dict[str, JsonValue] = {"slide_key": job.ref.key, "recipe_digest": at.predict.digest}

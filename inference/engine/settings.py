@@ -16,7 +16,7 @@ Stage = Literal["info", "tiles", "predict", "features", "prediction", "heatmap"]
 STAGES: tuple[Stage, ...] = ("info", "tiles", "predict", "features", "prediction", "heatmap")
 """In the order in which they need each other."""
 
-_WHOLE = {"batch_size": 1, "readers": 1, "top_k": 1, "max_failed_tiles": 0}
+_WHOLE = {"batch_size": 1, "readers": 1, "read_buffer_mb": 1, "top_k": 1, "max_failed_tiles": 0}
 _NUMBERS = {
     "min_tissue": (0.0, 1.0),
     "max_failed_share": (0.0, 1.0),
@@ -44,6 +44,7 @@ class Settings:
         icc: convert tiles to sRGB by the slide's ICC profile, where it has one.
         batch_size: rows of every forward; short batches are padded.
         readers: threads that read tiles.
+        read_buffer_mb: decoded pixels kept at most for tiles still to come; less may decode some twice.
         reader: in processes of their own, which are killed where a read hangs or crashes, in this one's threads, or
             by where the slide lies: in processes if on a network file system.
         read_timeout_s: for each try of a read, and to open the slide, where processes read.
@@ -71,6 +72,7 @@ class Settings:
     readers: int = field(default_factory=lambda: max(2, min(8, os.cpu_count() or 2)))
     reader: ReaderMode = "auto"
     read_timeout_s: float = 60.0
+    read_buffer_mb: int = 256
     max_failed_tiles: int = 16
     max_failed_share: float = 0.05
     top_k: int = 10

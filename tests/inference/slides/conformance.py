@@ -14,6 +14,7 @@ from inference.errors import TileReadError
 from inference.slides.reader import MAX_REGION_PIXELS, SlideReader
 from inference.slides.resolution import REDUCTIONS
 from tests.inference.slides.known_slides import BACKGROUND, DAMAGED, HALVES, MISSING, TILE, Known, tile_of
+from tests.inference.slides.known_slides import smooth as smooth  # where test_dicom_levels looks for it
 from tests.inference.slides.synthetic import Size
 
 
