@@ -67,6 +67,19 @@ class CompressedLevel:
         """
         return self.decoder(self.compressed(column, row), reduction)
 
+    def extent(self, column: int, row: int) -> tuple[int, int]:
+        """Width and height of the part of a tile that lies within the level."""
+        return (
+            min(self.tile[0], self.size[0] - column * self.tile[0]),
+            min(self.tile[1], self.size[1] - row * self.tile[1]),
+        )
+
+    def ends_evenly(self, column: int, row: int, reduction: int) -> bool:
+        """Whether a tile's reduced pixels all lie wholly within the level, or wholly beyond it."""
+        (width, height), (right, bottom) = self.tile, self.size
+        inside = (column + 1) * width <= right and (row + 1) * height <= bottom
+        return inside or not any(side % reduction for side in self.extent(column, row))
+
     def heaviest(self) -> tuple[int, int]:
         """Column and row of the tile of most bytes: the one with most to see."""
         row, column = divmod(int(self._counts.argmax()), self.columns)

@@ -1,8 +1,10 @@
 """Whether a file lies on a file system that may stop answering."""
 
+import functools
 import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 _MOUNTS = Path("/proc/self/mountinfo")
@@ -29,6 +31,20 @@ def on_network(path: Path) -> bool:
         return False
 
 
+@functools.lru_cache(maxsize=256)
+def has_lasting_inodes(device: int) -> bool:
+    """Whether a file on a device keeps its inode number; those of FUSE may not. True where none can tell."""
+    if sys.platform != "linux":
+        return True
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        mounts = _MOUNTS.read_text("utf-8", errors="surrogateescape")
+    except OSError:
+        return True
+    kinds = [kind for place, kind in _mounted(mounts) if place[2] == number]
+    return not any(kind.startswith("fuse") for kind in kinds)
+
+
 def is_network(kind: str | None) -> bool:
     """Whether a file system of this type may wait for another machine or process."""
     return kind is not None and (kind in _NETWORK or (kind.startswith("fuse.") and kind not in _LOCAL_FUSE))
@@ -41,15 +57,20 @@ def file_system_of(path: str, mounts: str) -> str | None:
         mounts: text of /proc/self/mountinfo; see proc_pid_mountinfo(5).
     """
     found: tuple[int, str | None] = (-1, None)
+    for fields, kind in _mounted(mounts):
+        point = _unescaped(fields[4]).rstrip("/")
+        if (path == point or path.startswith(f"{point}/")) and len(point) >= found[0]:
+            found = (len(point), kind)
+    return found[1]
+
+
+def _mounted(mounts: str) -> Iterator[tuple[list[str], str]]:
+    """The fields before the dash of each line, and the type of the file system."""
     for line in mounts.split("\n"):
         place, _, source = line.partition(" - ")
         fields = place.split(" ")
-        if len(fields) < 5 or not source:
-            continue
-        point = _unescaped(fields[4]).rstrip("/")
-        if (path == point or path.startswith(f"{point}/")) and len(point) >= found[0]:
-            found = (len(point), source.split(" ")[0])
-    return found[1]
+        if len(fields) >= 5 and source:
+            yield fields, source.split(" ")[0]
 
 
 def _unescaped(text: str) -> str:

@@ -63,7 +63,7 @@ class Facts:
     """What a reader process found when it opened a slide; see `SlideReader`.
 
     Attributes:
-        state: size and modification time (ns) of each file.
+        state: size, modification time (ns), inode and device of each file.
         blocks: `block_size` by level and position in `REDUCTIONS`.
         stored: `stored_tile` by level.
     """
@@ -78,12 +78,12 @@ class Facts:
     kind: str
     reason: str
     quickhash: str | None
-    state: tuple[tuple[int, int], ...]
+    state: tuple[tuple[int, int, int, int], ...]
     blocks: tuple[tuple[tuple[int, int], ...], ...]
     stored: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(cls, reader: SlideReader, state: tuple[tuple[int, int], ...]) -> "Facts":
+    def of(cls, reader: SlideReader, state: tuple[tuple[int, int, int, int], ...]) -> "Facts":
         """Ask a reader everything but pixels."""
         levels = range(len(reader.level_sizes))
         return cls(

@@ -13,11 +13,21 @@ from inference.errors import SourceUnavailable, UnreadableSlide
 from inference.slides._dicom_length import truncated_dicom
 from inference.slides._files import read_start, source_lost
 from inference.slides._mirax_length import truncated_mirax
+from inference.slides._mounts import has_lasting_inodes
 from inference.slides._tiff_refusal import in_strips, refused_pixels, refused_tables
 from inference.slides._tiff_tables import TiffClaims, read_claims
 
-FileState = tuple[int, int]
-"""Size and modification time (ns): what a file must still be while it is read."""
+FileState = tuple[int, int, int, int]
+"""Size, modification time (ns), inode and device: what a file must still be while it is read.
+
+Inode and device are 0 where the file system may number one file anew, as those of user space do.
+"""
+
+
+def file_state(status: os.stat_result) -> FileState:
+    """What a file is, by its status."""
+    inode = (status.st_ino, status.st_dev) if has_lasting_inodes(status.st_dev) else (0, 0)
+    return (status.st_size, status.st_mtime_ns, *inode)
 
 
 def require_regular_file(path: Path, name: str) -> FileState:
@@ -40,7 +50,7 @@ def require_regular_file(path: Path, name: str) -> FileState:
         raise UnreadableSlide(f"{name}: not a regular file")
     if not os.access(path, os.R_OK):
         raise UnreadableSlide(f"{name}: no permission to read it")
-    return status.st_size, status.st_mtime_ns
+    return file_state(status)
 
 
 def require_whole(path: Path, name: str) -> TiffClaims | None:

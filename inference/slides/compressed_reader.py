@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from inference.errors import SlideChanged, SourceUnavailable, TileReadError
 from inference.slides._compressed import CompressedLevel
 from inference.slides._files import source_lost
-from inference.slides._refusal import FileState, require_regular_file
-from inference.slides.reader import Pixels, RegionReader, SlideReader, pixels_of, require_region
+from inference.slides._refusal import FileState, file_state, require_regular_file
+from inference.slides.pixels import edge_padded, reduce_area
+from inference.slides.reader import Pixels, RegionReader, SlideReader, pixels_of, require_reduced, require_region
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ class CompressedReader(RegionReader):
 
     def read_reduced(self, level: int, reduction: int, x: int, y: int, width: int, height: int) -> Pixels:
         """See `SlideReader.read_reduced`; JPEG and JPEG 2000 tiles are reduced by their decoder."""
+        require_reduced(self.level_sizes, level, reduction, (x, y, width, height))
         source = self._levels.get(level)
         if source is None and self._other is not None:
             with self._open():
@@ -98,9 +100,8 @@ class CompressedReader(RegionReader):
             return super().read_reduced(level, reduction, x, y, width, height)
         with self._open():
             tile_w, tile_h = source.tile[0] // reduction, source.tile[1] // reduction
-            if (
-                not (x % tile_w or y % tile_h) and width <= tile_w and height <= tile_h
-            ):  # a block: nothing to put together
+            if not (x % tile_w or y % tile_h) and width <= tile_w and height <= tile_h:
+                # A block: nothing to put together.
                 tile = self._reduced(level, source, x // tile_w, y // tile_h, reduction)
                 return tile if tile.rgb.shape[:2] == (height, width) else tile.cut(0, 0, width, height)
             return self._put_together(level, source, reduction, (x, y, width, height))
@@ -155,8 +156,7 @@ class CompressedReader(RegionReader):
                 raise ValueError(f"{self._name}: the slide is closed")
             self._reading += 1
         try:
-            now = [os.stat(name) for name in self._names]  # noqa: PTH116 - called for every tile
-            unchanged = [(file.st_size, file.st_mtime_ns) for file in now] == self._states
+            unchanged = [file_state(os.stat(name)) for name in self._names] == self._states  # noqa: PTH116 - every tile
         except OSError:
             unchanged = False
         if not unchanged:
@@ -177,7 +177,12 @@ class CompressedReader(RegionReader):
     def _reduced(self, level: int, source: CompressedLevel, column: int, row: int, reduction: int) -> Pixels:
         """A tile: whole where it decodes, else as filled in and cut at the level's edge."""
         try:
-            return Pixels(source.decode(column, row, reduction))
+            if reduction == 1 or source.ends_evenly(column, row, reduction):
+                return Pixels(source.decode(column, row, reduction))
+            # The last pixels would hold some of the encoder's filling.
+            width, height = source.extent(column, row)
+            rgb = source.decode(column, row, 1)[:height, :width]
+            return Pixels(reduce_area(edge_padded(rgb, reduction), reduction))
         except (OSError, ValueError) as error:
             rgba = self._filled_in(level, source, (column, row), error)
         return pixels_of(rgba, self.background, reduction)
@@ -198,8 +203,7 @@ class CompressedReader(RegionReader):
             problem = error.strerror or type(error).__name__
             if source_lost(error):
                 raise SourceUnavailable(f"{self._name}: the file cannot be read: {problem}") from None
-        (x, y), (width, height) = (tuple(i * t for i, t in zip(place, source.tile, strict=True)), source.tile)
-        width, height = min(width, source.size[0] - x), min(height, source.size[1] - y)
+        (x, y), (width, height) = (place[0] * source.tile[0], place[1] * source.tile[1]), source.extent(*place)
         if self._other is not None and level < len(self._other.level_sizes):
             return self._by_other(level, x, y, width, height)
         if source.is_missing(*place):

@@ -9,7 +9,7 @@ import numpy as np
 import openslide
 from numpy.typing import NDArray
 
-from inference.errors import SlideChanged, TileReadError, UnreadableSlide
+from inference.errors import SlideChanged, SourceUnavailable, TileReadError, UnreadableSlide
 from inference.slides._refusal import (
     FileState,
     raise_if_lost,
@@ -38,7 +38,7 @@ class OpenSlideReader(RegionReader):
         self._path, self._name, self._files = path, name, tuple(files) or (path,)
         self._lock = threading.Lock()
         self._free: list[openslide.OpenSlide] = []
-        self._closed = False
+        self._closed = self._opened = False
         self._cache: openslide.OpenSlideCache | None = None
         self._state = self._state_now()
         claims = [require_whole(file, name) for file in self._files]
@@ -65,6 +65,7 @@ class OpenSlideReader(RegionReader):
                 handle.set_cache(self._cache)
             if claims[0] and (problem := refused_pixels(claims[0], self.vendor)):
                 raise UnreadableSlide(f"{name}: {problem}")
+        self._opened = True
         self.icc_profile = self._icc_profile()
         self.kind = f"openslide {openslide.__library_version__}"
         self.reason = f"OpenSlide opens it as {self.vendor}"
@@ -118,7 +119,9 @@ class OpenSlideReader(RegionReader):
     def _read_once(self, origin: tuple[int, int], level: int, size: tuple[int, int]) -> NDArray[np.uint8]:
         with self._handle() as handle:
             self._require_unchanged()
-            return np.asarray(handle.read_region(origin, level, size), dtype=np.uint8)
+            pixels = np.asarray(handle.read_region(origin, level, size), dtype=np.uint8)
+            self._require_unchanged()  # it opens the files by name: they may have been others meanwhile
+            return pixels
 
     @contextmanager
     def _handle(self) -> Iterator[openslide.OpenSlide]:
@@ -152,6 +155,13 @@ class OpenSlideReader(RegionReader):
         except (openslide.OpenSlideError, OSError, ValueError) as error:
             raise_if_lost(error, self._name)
             self._require_unchanged()
+            if self._opened:
+                # It is still the slide that it was: there is no room for another handle (OpenSlide then finds no
+                # format that fits), or the disk fails.
+                raise SourceUnavailable(
+                    f"{self._name}: cannot be opened once more ({reason_of(error, self._path)}): too many open files, "
+                    "or a failing disk; run again"
+                ) from None
             unknown = isinstance(error, openslide.OpenSlideUnsupportedFormatError) or "compression" in str(error)
             raise UnreadableSlide(
                 f"{self._name}: {why_unreadable(self._path, self._name, error)}", unknown_format=unknown

@@ -30,7 +30,7 @@ def flatten(
 ) -> tuple[NDArray[np.uint8], NDArray[np.float32] | None]:
     """RGBA (H, W, 4) over a background, reduced by the area mean: RGB, and the share of each pixel without any.
 
-    A last row or column of blocks that is not whole is the mean of what there is. None where no alpha is 0.
+    For blocks that are not whole the last row or column is repeated. None where no alpha is 0.
     """
     rgba = edge_padded(np.ascontiguousarray(rgba), factor)
     alpha = rgba[..., 3]

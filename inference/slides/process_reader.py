@@ -24,7 +24,7 @@ from inference.slides._reader_wire import (
     room_for,
     take,
 )
-from inference.slides.reader import MAX_REGION_PIXELS, Pixels, RegionReader, require_region
+from inference.slides.reader import MAX_REGION_PIXELS, Pixels, RegionReader, require_reduced, require_region
 from inference.slides.resolution import REDUCTIONS
 
 log = logging.getLogger(__name__)
@@ -111,8 +111,7 @@ class ProcessReader(RegionReader):
 
     def read_reduced(self, level: int, reduction: int, x: int, y: int, width: int, height: int) -> Pixels:
         """See `SlideReader.read_reduced`, and `read_region`."""
-        if not 0 <= level < len(self.level_sizes) or reduction not in REDUCTIONS or width < 1 or height < 1:
-            raise ValueError(f"{self._name}: cannot read {width} x {height} pixels of level {level} by 1/{reduction}")
+        require_reduced(self.level_sizes, level, reduction, (x, y, width, height))
         rows = _MAX_REDUCED // width
         if height <= rows:
             return self._read((level, reduction, x, y, width, height), RGB)

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference.slides.pixels import flatten
+from inference.slides.resolution import REDUCTIONS
 
 MAX_REGION_PIXELS = 1 << 26
 """Largest region of one read; larger requests are a mistake of the caller."""
@@ -74,11 +75,11 @@ class SlideReader(Protocol):
     def read_reduced(self, level: int, reduction: int, x: int, y: int, width: int, height: int) -> Pixels:
         """A rectangle of a level reduced by 1, 2, 4 or 8, in pixels of the reduced level, which it must not leave.
 
-        The reduction is the area mean, or the decoder's own of that size; a last row or column that reaches beyond the
-        level is the mean of what there is.
+        The reduction is the area mean, or the decoder's own of that size. Where a last row or column reaches beyond the
+        level, the level's own last is repeated for it.
 
         Raises:
-            As `read_region`.
+            As `read_region`; ValueError also for another reduction, or a region that leaves the level.
         """
         ...
 
@@ -115,6 +116,7 @@ class RegionReader:
 
     def read_reduced(self, level: int, reduction: int, x: int, y: int, width: int, height: int) -> Pixels:
         """See `SlideReader.read_reduced`. Read in bands, so that a far too fine level costs time and not memory."""
+        require_reduced(self.level_sizes, level, reduction, (x, y, width, height))
         r = reduction
         right, bottom = self.level_sizes[level]
         band = max(1, BAND_PIXELS // (width * r * r))
@@ -171,3 +173,20 @@ def require_region(reader: RegionReader, name: str, level: int, x: int, y: int, 
         raise ValueError(f"{name}: cannot read {width} x {height} pixels of level {level}")
     if not (-width < x < sizes[level][0] and -height < y < sizes[level][1]):
         raise ValueError(f"{name}: ({x}, {y}) lies outside level {level}")
+
+
+def require_reduced(
+    sizes: tuple[tuple[int, int], ...], level: int, reduction: int, region: tuple[int, int, int, int]
+) -> None:
+    """Refuse a region (x, y, width, height) of a reduced level that is not wholly within it.
+
+    Raises:
+        ValueError: no such level or reduction, no pixels, or some of them outside.
+    """
+    if not 0 <= level < len(sizes) or reduction not in REDUCTIONS:
+        raise ValueError(f"there is no level {level} by 1/{reduction}")
+    (x, y, width, height), (right, bottom) = region, sizes[level]
+    if width < 1 or height < 1 or x < 0 or y < 0:
+        raise ValueError(f"cannot read {width} x {height} pixels at ({x}, {y})")
+    if (x + width - 1) * reduction >= right or (y + height - 1) * reduction >= bottom:
+        raise ValueError(f"{width} x {height} pixels at ({x}, {y}) leave level {level} by 1/{reduction}")

@@ -1,10 +1,10 @@
 """Tiled TIFFs that OpenSlide does not open, or of which it sees one level only: OME-TIFF, and codecs it lacks."""
 
+import contextlib
 import math
 import re
 from collections.abc import Sequence
 from contextlib import ExitStack
-from itertools import pairwise
 from pathlib import Path
 
 import tifffile
@@ -14,7 +14,7 @@ from inference.slides._compressed import CompressedLevel
 from inference.slides._files import open_regular, source_lost
 from inference.slides._proof import disproof
 from inference.slides._refusal import require_whole
-from inference.slides._tiff_levels import is_plain, level_of, quiet, tiled_pages
+from inference.slides._tiff_levels import MAX_DIRECTORIES, is_plain, level_of, quiet, tiled_pages
 from inference.slides._tiff_refusal import refused_pixels
 from inference.slides.compressed_reader import CompressedReader, SlideFacts
 from inference.slides.openslide_reader import OpenSlideReader
@@ -53,7 +53,8 @@ def open_tiff(path: Path, name: str, other: OpenSlideReader | None) -> Compresse
                 for index, level in enumerate(levels):
                     if other is not None and index < known and disproof(other, index, level):
                         return None
-                    level.decode(*level.heaviest(), 1)  # a codec that is not there must not fail every tile
+                if not any(map(_decodes, levels)):  # the codec is not there, which must not fail tile after tile
+                    return None
         except InferenceError:
             raise
         except Exception as error:  # noqa: BLE001 - a parser on foreign bytes may raise anything
@@ -74,21 +75,35 @@ def open_tiff(path: Path, name: str, other: OpenSlideReader | None) -> Compresse
         )
 
 
+def _decodes(level: CompressedLevel) -> bool:
+    """Whether one of some tiles decodes: any may be damaged or missing."""
+    rows = -(-level.size[1] // level.tile[1])
+    places = [level.heaviest(), *((level.columns * k // 4, rows * k // 4) for k in range(4))]
+    for place in places:
+        with contextlib.suppress(ValueError):
+            level.decode(*place, 1)
+            return True
+    return False
+
+
 def _pyramid(tiff: tifffile.TiffFile) -> list[tifffile.TiffPage]:
     """The levels of the first image, the largest first: SubIFDs as OME-TIFF has them, or smaller images that follow."""
-    first = tiff.series[0]
-    if len(first.levels) > 1:
-        pages = [level.keyframe for level in first.levels]
-    else:
-        pages = [page for page in tiled_pages(tiff) if page.index == 0 or _is_smaller(page, tiff.pages[0])]
-    if first.keyframe.index != 0 or any(page.imagewidth < 1 or page.imagelength < 1 for page in pages):
+    whole = tiff.pages[0]
+    if not whole.is_tiled or min(whole.imagewidth, whole.imagelength) < 1:
         return []
-    falling = all(a.imagewidth > b.imagewidth and a.imagelength > b.imagelength for a, b in pairwise(pages))
-    return pages if falling else pages[:1]
+    others = [*(whole.pages or ())[:MAX_DIRECTORIES], *tiled_pages(tiff)[1:]]
+    smaller = sorted((page for page in others if _is_smaller(page, whole)), key=lambda page: -page.imagewidth)
+    pages = [whole]
+    for page in smaller:  # of two of one size, the first
+        if page.imagewidth < pages[-1].imagewidth and page.imagelength < pages[-1].imagelength:
+            pages.append(page)
+    return pages
 
 
 def _is_smaller(page: tifffile.TiffPage, whole: tifffile.TiffPage) -> bool:
     """Whether an image says that it is a smaller version of another, and has its shape."""
+    if not page.is_tiled or page.imagelength < 1:
+        return False
     aspect = page.imagewidth / page.imagelength * whole.imagelength / whole.imagewidth
     return bool(page.is_reduced and page.imagewidth < whole.imagewidth and abs(aspect - 1) < _SAME_ASPECT)
 

@@ -14,7 +14,6 @@ from inference.errors import TileReadError
 from inference.slides.reader import MAX_REGION_PIXELS, SlideReader
 from inference.slides.resolution import REDUCTIONS
 from tests.inference.slides.known_slides import BACKGROUND, DAMAGED, HALVES, MISSING, TILE, Known, tile_of
-from tests.inference.slides.known_slides import smooth as smooth  # where test_dicom_levels looks for it
 from tests.inference.slides.synthetic import Size
 
 
@@ -147,7 +146,6 @@ class SlideReaderContract(ABC):
                 share = np.zeros((h, w)) if cut.missing is None else cut.missing
                 assert np.array_equal(share, missing[y : y + h, x : x + w])
 
-    @pytest.mark.xfail(reason="readers take such a region, and fill it with whatever memory holds")
     def test_a_reduced_region_that_leaves_its_level_is_refused_and_never_filled_with_anything(
         self, reader: SlideReader
     ) -> None:

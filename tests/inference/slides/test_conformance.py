@@ -91,25 +91,6 @@ class TestOpenSlideJpeg(TestOpenSlideDeflate):
         return write_known(folder / "s.tif", self.sizes, "jpeg")
 
 
-class _Filled(SlideReaderContract):
-    """Slides whose last tiles reach beyond the level."""
-
-    @pytest.mark.parametrize(
-        "reduction",
-        [
-            1,
-            *(
-                pytest.param(r, marks=pytest.mark.xfail(reason="what lies beyond the level is averaged in"))
-                for r in (2, 4, 8)
-            ),
-        ],
-    )
-    def test_reduced_pixels_are_the_area_mean_to_the_last_row_and_column(
-        self, known: Known, reader: SlideReader, reduction: int
-    ) -> None:
-        super().test_reduced_pixels_are_the_area_mean_to_the_last_row_and_column(known, reader, reduction)
-
-
 class _CompressedTiles(SlideReaderContract):
     sizes = ODD
     compression: ClassVar[str | int | None]
@@ -128,7 +109,7 @@ class _CompressedTiles(SlideReaderContract):
         assert "of its levels through OpenSlide" not in reader.reason
 
 
-class TestTiffJpeg(_Filled, _CompressedTiles):
+class TestTiffJpeg(_CompressedTiles):
     compression = "jpeg"
     bound = JPEG_BOUND
 
@@ -141,7 +122,7 @@ class TestTiffJpegOfWholeBlocks(_CompressedTiles):
     bound = JPEG_BOUND
 
 
-class TestTiffRaw(_Filled, _CompressedTiles):
+class TestTiffRaw(_CompressedTiles):
     compression = None
 
     def test_damage_cannot_be_seen_in_raw_pixels(self, reader: SlideReader) -> None:
@@ -150,26 +131,26 @@ class TestTiffRaw(_Filled, _CompressedTiles):
     damages = False
 
 
-class TestTiffLzw(_Filled, _CompressedTiles):
+class TestTiffLzw(_CompressedTiles):
     compression = "lzw"
 
 
-class TestTiffDeflate(_Filled, _CompressedTiles):
+class TestTiffDeflate(_CompressedTiles):
     compression = "zlib"
 
 
-class TestTiffZstandard(_Filled, _CompressedTiles):
+class TestTiffZstandard(_CompressedTiles):
     compression = "zstd"
 
 
-class TestAperioJpeg2000(_Filled, _CompressedTiles):
+class TestAperioJpeg2000(_CompressedTiles):
     """Stored with the reversible wavelet, so that every pixel is known; reduced by the area mean."""
 
     compression = APERIO_JP2000_RGB
     suffix = ".svs"
 
 
-class _TifffileAlone(_Filled, _CompressedTiles):
+class _TifffileAlone(_CompressedTiles):
     """Slides, or levels, that OpenSlide does not see."""
 
     vendor: ClassVar[str]
@@ -197,7 +178,7 @@ class TestTiffWebp(_TifffileAlone):
     sizes = HALVES  # tifffile takes no 1/8 for a level of a plain pyramid
 
 
-class TestProcess(_Filled, TestOpenSlideDeflate):
+class TestProcess(TestOpenSlideDeflate):
     """A reader in a process of its own, here around the compressed tiles."""
 
     sizes = ODD

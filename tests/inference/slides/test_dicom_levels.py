@@ -18,8 +18,8 @@ from inference.slides.discovery import discover
 from inference.slides.opening import open_slide
 from inference.slides.openslide_reader import OpenSlideReader
 from inference.slides.pixels import reduce_area
-from tests.inference.slides.conformance import smooth
 from tests.inference.slides.dicom_series import CODECS, LOSSLESS, TILE, frames_of, item, places, sparse, write_level
+from tests.inference.slides.known_slides import smooth
 from tests.inference.slides.synthetic import Pixels, Size, coordinates
 
 SIZE: Size = (400, 300)

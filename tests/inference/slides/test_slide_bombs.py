@@ -278,13 +278,7 @@ with opener(Path(sys.argv[1]), "S1") as slide:
     "opener",
     [
         "open_slide",
-        pytest.param(
-            "OpenSlideReader",
-            marks=pytest.mark.xfail(
-                strict=False,
-                reason="now and then the slide is blamed, when OpenSlide finds no format for want of files",
-            ),
-        ),
+        "OpenSlideReader",
     ],
 )
 def test_sl15_eight_threads_with_64_descriptors_read_right_and_where_there_are_none_wait_for_better_times(
