@@ -1,4 +1,4 @@
-"""Where the pixels of a DICOM file end by its own account: OpenSlide opens one that was cut there."""
+"""What a DICOM file lacks by its own account: OpenSlide opens one that was cut, and dies of one without positions."""
 
 import io
 import os
@@ -11,13 +11,15 @@ _MAGIC_AT = 128
 _PIXEL_DATA = 0x7FE00010
 _UNDEFINED = 0xFFFFFFFF
 _ITEM, _SEQUENCE_END = b"\xfe\xff\x00\xe0", b"\xfe\xff\xdd\xe0"  # little-endian, as all encapsulated pixels are
+_HEADER_BYTES = 16 << 20  # beyond any header: most are some kilobytes, a few have an ICC profile of megabytes
+_SPARSE, _PER_FRAME = b"TILED_SPARSE", (b"\x00\x52\x30\x92SQ", b"\x00\x52\x30\x92\xff\xff\xff\xff")
 _LARGE_VALUE = 1 << 10  # longer values of the header are passed over
 
 
 def truncated_dicom(path: Path) -> str | None:
     """What is missing of a DICOM whole-slide image; None where nothing is, or where it is no DICOM.
 
-    Reads eight bytes of most files; of others the header, and the length of each fragment.
+    Reads the start of the file and its last eight bytes; of some the length of each fragment too.
 
     Raises:
         OSError: the file cannot be read.
@@ -26,6 +28,9 @@ def truncated_dicom(path: Path) -> str | None:
         size = os.fstat(file.fileno()).st_size
         if os.pread(file.fileno(), 4, _MAGIC_AT) != b"DICM":
             return None
+        head = os.pread(file.fileno(), _HEADER_BYTES, 0)
+        if _SPARSE in head and not any(tag in head for tag in _PER_FRAME):
+            return "a sparse DICOM image that does not say where its frames lie: export it again"
         if os.pread(file.fileno(), 8, max(0, size - 8)) == _SEQUENCE_END + bytes(4):
             return None
         pixels = _pixel_data(file)

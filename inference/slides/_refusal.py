@@ -113,6 +113,9 @@ def why_unreadable(path: Path, name: str, error: BaseException) -> str:
 def reason_of(error: BaseException, path: Path) -> str:
     """First line of a foreign error, without the path it may contain: names can be accession numbers."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
+    for place in (os.fspath(path), path.name):
+        line = line.replace(place, "…")
+    line = line.removeprefix("Reading …: ")
     places = "|".join(re.escape(place) for place in (f"{path.parent}{os.sep}", path.name, path.stem))
     line = re.sub(rf"(?<!\w)({places}).*", "…", line)
     return line[:160]

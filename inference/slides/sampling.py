@@ -34,6 +34,7 @@ class TileSampler:
 
     Attributes:
         positions: float64 (2, n), where each tile begins in level-0 pixels, x and y.
+        extent: pixels of the reduced level that a tile covers, x and y.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class TileSampler:
         self._side, self._background = grid.tile_px, reader.background
         # Pixels of the reduced level per level-0 pixel, x and y.
         scale = tuple(1 / (d * plan.reduction) for d in plan.downsample)
-        self._extent = (grid.footprint[0] * scale[0], grid.footprint[1] * scale[1])
+        self.extent = (grid.footprint[0] * scale[0], grid.footprint[1] * scale[1])
         self.positions = np.stack([grid.positions(cols, 0), grid.positions(rows, 1)])
         self._starts = self.positions * np.array(scale)[:, None]
         size = [-(-side // plan.reduction) for side in reader.level_sizes[plan.level]]
@@ -86,7 +87,7 @@ class TileSampler:
         if self.plan.resample != "none":
             x, y = (float(value) for value in self._starts[:, index] - self._first[:, index])
             resample = resample_bilinear if self.plan.resample == "bilinear" else resample_area
-            rgb = resample(rgb, x, y, self._extent[0], self._extent[1], (self._side, self._side))
+            rgb = resample(rgb, x, y, self.extent[0], self.extent[1], (self._side, self._side))
         return SampledTile(rgb if self._convert is None else self._convert(rgb), missing)
 
     def _spans(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -95,7 +96,7 @@ class TileSampler:
             first = np.rint(self._starts)
             return first.astype(np.int64), (first + self._side).astype(np.int64)
         margin = 1 if self.plan.resample == "bilinear" else 0
-        last = np.ceil(self._starts + np.array(self._extent)[:, None]) + margin
+        last = np.ceil(self._starts + np.array(self.extent)[:, None]) + margin
         return (np.floor(self._starts) - margin).astype(np.int64), last.astype(np.int64)
 
     def _padded(self, rgb: NDArray[np.uint8], index: int) -> NDArray[np.uint8]:

@@ -352,3 +352,19 @@ def test_the_written_files_are_what_the_tests_take_them_for() -> None:
     stored = b"".join(map(item, frames))
     assert len(frames) == FULL
     assert all(stored[at + 8 : at + 8 + len(frame)] == frame for at, frame in zip(places(frames), frames, strict=True))
+
+
+def test_a_sparse_image_without_positions_is_refused_and_does_not_end_the_process(tmp_path: Path) -> None:
+    """OpenSlide 4.0.1 reads a null pointer there."""
+    path = write_level(tmp_path / "a.dcm", smooth(0, SIZE), elements={"DimensionOrganizationType": "TILED_SPARSE"})
+    with pytest.raises(UnreadableSlide, match=r"^S1: a sparse DICOM image that does not say where its frames lie: "):
+        open_slide(path, "S1", [path])
+
+
+def test_what_openslide_refuses_of_a_dicom_is_said_without_its_path(tmp_path: Path) -> None:
+    path = write_level(tmp_path / "a.dcm", smooth(0, SIZE), elements={"PhotometricInterpretation": "YBR_FULL"})
+    with pytest.raises(UnreadableSlide) as raised:
+        open_slide(path, "S1", [path])
+    assert "photometric" in raised.value.message.lower()
+    assert str(tmp_path) not in raised.value.message
+    assert "a.dcm" not in raised.value.message
