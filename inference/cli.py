@@ -203,6 +203,7 @@ def _run_all(chain: Chain, inventory: Inventory, tally: _Tally, stop: StopReques
     )  # fmt: skip
     slides = inventory.slides
     width = _name_width(inventory)
+    twice = {name for name, count in Counter(ref.name for ref in slides).items() if count > 1}
     with Progress(*columns, console=_err, transient=True, disable=not _err.is_terminal) as bars:
         for number, ref in enumerate(slides, 1):
             bar = bars.add_task(f"{number}/{len(slides)} {ref.name}", total=None)
@@ -215,7 +216,10 @@ def _run_all(chain: Chain, inventory: Inventory, tally: _Tally, stop: StopReques
             outcome = chain.run_slide(ref, progress=show)
             bars.remove_task(bar)
             tally.counts[outcome.status] += 1
-            _err.print(_labelled(outcome.status, f"{ref.name:{width}}  {_about(outcome)}", STYLE[outcome.status]))
+            name = f"{ref.name} [{ref.key}]" if ref.name in twice else ref.name
+            _err.print(_labelled(outcome.status, f"{name:{width}}  {_about(outcome)}", STYLE[outcome.status]))
+            for note in _notes(outcome):
+                _err.print(_labelled("", f"note: {note}", "dim"))
 
 
 def _name_width(inventory: Inventory) -> int:
@@ -243,6 +247,12 @@ def _about(outcome: SlideOutcome) -> str:
     if outcome.reused:
         parts.append("done before")
     return ", ".join(parts)
+
+
+def _notes(outcome: SlideOutcome) -> list[str]:
+    """What was seen on the slide that a person should look at."""
+    warnings = next((r.manifest.summary.get("warnings") for r in outcome.results if r.stage == "tiles"), None)
+    return [str(text) for text in warnings] if isinstance(warnings, list) and not outcome.reused else []
 
 
 def _rate(outcome: SlideOutcome) -> str | None:

@@ -126,8 +126,10 @@ def _examine(
 def _look(found: Findings, overview: Overview) -> None:
     seen = appearance(overview)
     quality = slide_quality(overview, seen, seen.tissue)
-    rest = [part for part in quality.seen().split(", ") if not part.endswith(" tissue")]
-    found.say("tissue", f"{percent(quality.tissue)} of the slide; the rest is {', '.join(rest) or 'nothing'}")
+    glass = max(0.0, 1 - quality.tissue - quality.pen - quality.missing)
+    parts = {"glass" if quality.bright_field else "dark": glass, "ink": quality.pen, "without pixels": quality.missing}
+    rest = ", ".join(f"{percent(share)} {name}" for name, share in parts.items() if share > 0)
+    found.say("tissue", f"{percent(quality.tissue)} of the slide; the rest is {rest or 'nothing'}")
     found.warnings += quality.warnings()
     if quality.missing >= _MUCH_MISSING:
         found.warnings.append(f"{percent(quality.missing)} of the slide has no pixels, which counts as background")

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import JsonValue
 
+from inference.engine.recipes import differing_inputs
 from inference.engine.settings import Settings, Stage
 from inference.engine.tissue_model import TissueModel
 from inference.errors import (
@@ -49,6 +50,8 @@ from inference.store.manifest import Counts, Manifest, damage
 from inference.store.store import Address, Store
 
 log = logging.getLogger(__name__)
+
+_OTHER_MPP = 0.1  # relative difference from which a --mpp that is not used is worth a line
 
 
 class Progress(Protocol):
@@ -101,6 +104,7 @@ class SlideJob:
         self._reader: SlideReader | None = None
         self._pin: Pin | None = None
         self._stamp = stamp(self.ref)
+        self._replaced = False
         self._damaged: set[str] = set()
         self._verified = set[Path]()
 
@@ -166,14 +170,18 @@ class SlideJob:
         Raises:
             UnknownResolution: there is none.
         """
-        reader = self.reader
-        return resolve_mpp(
+        reader, given = self.reader, self.settings.mpp
+        found = resolve_mpp(
             self.ref.name,
             reader.mpp,
             reader.objective_power,
             cohort_mpp=self.ref.mpp,
-            fallback_mpp=self.settings.mpp,
+            fallback_mpp=given,
         )
+        if given is not None and found.source != "--mpp" and abs(max(found.mpp) / given - 1) > _OTHER_MPP:
+            said = "the slide states" if found.source == "slide" else "the cohort file says"
+            log.warning("%s: --mpp %g is not used, since %s %g µm/px", self.ref.name, given, said, max(found.mpp))
+        return found
 
     def plan(self, spec: ModelSpec) -> ReadPlan:
         """Which pixels the model gets.
@@ -249,6 +257,7 @@ class SlideJob:
             recorded = _recorded_identity(manifest)
             self._recall_resolution(manifest, recorded)
             if manifest.inputs != self.inputs:
+                self._say_replaced(manifest)
                 return None
             self._check_whole(address, manifest)
         except DamagedResult as error:
@@ -259,6 +268,16 @@ class SlideJob:
         if self._unfetched and same_content(recorded, self.ref, None):
             return manifest
         return manifest if same_content(recorded, self.ref, self.reader.quickhash) else None
+
+    def _say_replaced(self, manifest: Manifest) -> None:
+        """One line for a slide whose results were made with other inputs: a store keeps one result of a recipe."""
+        if not self._replaced:
+            self._replaced = True
+            log.warning(
+                "%s: its results of another %s are replaced; give another --out to keep both",
+                self.ref.name,
+                differing_inputs(manifest.inputs, self.inputs),
+            )  # fmt: skip
 
     @property
     def _unfetched(self) -> bool:

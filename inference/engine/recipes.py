@@ -1,6 +1,7 @@
 """What defines each stage's numbers, and so where its results lie."""
 
 import platform
+from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import version
 
@@ -88,6 +89,13 @@ def execution(model: ArtifactManifest | None, settings: Settings, reader: str) -
             "device": settings.device,
         }
     return found
+
+
+def differing_inputs(before: Mapping[str, JsonValue], now: Mapping[str, JsonValue]) -> str:
+    """What was said of a slide and is said differently now, in words."""
+    what = {"mpp": "µm/px", "mpp_source": "µm/px", "roi_sha256": "ROI", "allow_upsampling": "choice of upsampling"}
+    names = {what.get(name, name) for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
+    return " and ".join(sorted(names))
 
 
 @cache

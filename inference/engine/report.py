@@ -30,6 +30,7 @@ def write_cohort_report(path: Path, title: str, chain: Chain, refs: Iterable[Sli
     slides = [_slide(chain, ref, at, model.spec) for ref in refs for model, at in chain.addresses(ref.key)]
     run = {
         "models": ", ".join(f"{m.spec.model_name} {m.spec.version}" for m in chain.models),
+        "settings": ", ".join(f"{name} {value}" for name, value in chain.settings.changed().items()) or "defaults",
         "slide-inference": version("slide-inference"),
     }
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
@@ -94,7 +95,7 @@ def _reason(failure: FailureRecord | None, predict: Manifest | None) -> str | No
     if failure is not None:
         return f"{failure.code}: {failure.message}"
     if predict is None:
-        return "not run yet with these settings"
+        return "not run yet with the settings below"
     return predict.reason
 
 

@@ -106,8 +106,11 @@ class Settings:
             raise ConfigError(f"reader is {self.reader!r}: give auto, threads or process")
         if self.edge not in EDGE_POLICIES:
             raise ConfigError(f"edge is {self.edge!r}: give {', '.join(EDGE_POLICIES[:-1])} or {EDGE_POLICIES[-1]}")
-        if not isinstance(self.roi, Path | None):
-            raise ConfigError("roi is no path: give a pathlib.Path of a file or folder")
+        given: object = self.roi  # whatever its type says
+        if isinstance(given, str) and given:
+            object.__setattr__(self, "roi", Path(given))
+        elif not isinstance(given, Path | None):
+            raise ConfigError("roi is no path: give that of a file or folder")
 
     def _take_number(self, name: str, low: float, high: float, message: str) -> None:
         """Check a field and make it a float: recipes are compared as text, where 0 and 0.0 differ."""
@@ -115,6 +118,16 @@ class Settings:
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:  # NaN: neither
             raise ConfigError(message.format(f"{value:g}" if isinstance(value, float) else repr(value)))
         object.__setattr__(self, name, float(value) + 0.0)  # -0.0 becomes 0.0
+
+    def changed(self) -> dict[str, str]:
+        """What is not at its default and moves results, as text, by name; a path is its last part alone."""
+        names = ("mpp", "allow_upsampling", "min_tissue", "max_pen", "tissue_model", "stride_px", "edge", "roi", "icc")
+        found = {}
+        for name in names:
+            value = getattr(self, name)
+            if value != type(self).__dataclass_fields__[name].default:
+                found[name] = value.name if isinstance(value, Path) else str(value)
+        return found
 
     def failure_budget(self, planned: int) -> int:
         """Tiles of a slide that may fail before the slide does."""

@@ -90,7 +90,7 @@ def plan_tiles(job: SlideJob, spec: ModelSpec, at: Addresses, work: Path) -> Dra
         "tissue_method": job.tissue_model.method if job.tissue_model else METHOD,
         "tissue_share": round(float(mask.mean()), 6),
         "quality": whole.to_json(),
-        "warnings": list(whole.warnings()),
+        "warnings": list(whole.warnings(by_model=job.tissue_model is not None)),
     }
     if region:
         save_image(work / "roi.png", Image.fromarray(region[1].astype(np.uint8) * 255).convert("1"))
@@ -203,7 +203,7 @@ def _why_empty(grid: TileGrid, whole: SlideQuality, settings: Settings) -> str:
     if not grid.n_rows * grid.n_cols:
         width, height = grid.slide_size
         covers = " x ".join(f"{side:.0f}" for side in grid.footprint)
-        return f"the slide ({width} x {height} pixels) is smaller than one tile ({covers})"
+        return f"the slide ({width} x {height} pixels) is smaller than one tile ({covers}); --edge pad takes it"
     if whole.tissue:
         return f"no tile has {percent(settings.min_tissue)} tissue (min_tissue): the slide is {whole.seen()}"
     return f"no tissue was found: the slide is {whole.seen()}"

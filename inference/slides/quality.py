@@ -74,11 +74,12 @@ class SlideQuality:
         """The figures by name, rounded to a millionth."""
         return {name: value if isinstance(value, bool) else round(value, 6) for name, value in asdict(self).items()}
 
-    def warnings(self) -> list[str]:
-        """What a person should look at, in plain words."""
+    def warnings(self, *, by_model: bool = False) -> list[str]:
+        """What a person should look at, in plain words; `by_model` says who found the tissue."""
         found = []
         if not self.bright_field:
-            found.append("the background is dark, so the slide is taken for fluorescence: tissue is what glows")
+            glows = "" if by_model else ": tissue is what glows"
+            found.append(f"the background is dark, so the slide is taken for fluorescence{glows}")
         if self.pen >= SOME_PEN:
             found.append(f"{percent(self.pen)} of the slide is ink of a pen, which counts as no tissue")
         if self.pen >= MUCH_PEN * (self.pen + self.tissue) and self.pen >= SOME_PEN:

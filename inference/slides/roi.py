@@ -118,7 +118,7 @@ def find_roi(ref: SlideRef, given: Path | None) -> Path | None:
 
 
 def check_rois(slides: Sequence[SlideRef], given: Path | None) -> None:
-    """Refuse a ROI for all slides that is not there, and one in a folder that would be that of several slides.
+    """Refuse a ROI that is not there, and one that would be laid over several slides.
 
     Raises:
         ConfigError: so it is.
@@ -129,6 +129,12 @@ def check_rois(slides: Sequence[SlideRef], given: Path | None) -> None:
     kind = kind_of(given)
     if kind not in ("file", "folder"):
         raise ConfigError("--roi names no file and no folder that can be read: check the spelling")
+    without = sum(ref.roi is None for ref in slides)
+    if kind == "file" and without > 1:
+        raise ConfigError(
+            f"one --roi file for {without} slides: name a folder with a file for each slide, or give each its own in a "
+            "cohort file's roi column"
+        )
     if kind == "folder":
         open_slides = [ref for ref in slides if ref.roi is None and not _named(given, ref.key)]
         for stem, count in Counter(_stem(ref) for ref in open_slides).items():

@@ -19,6 +19,7 @@ from inference.errors import ConfigError, SlideChanged
 from inference.models.registry import Checkpoint
 from inference.slides.discovery import SlideRef
 from inference.slides.overview import read_overview
+from inference.slides.roi import check_rois
 from inference.store.store import Store
 from tests.inference.engine.runs import result, run, stages_of
 from tests.inference.engine.tiny_slides import TILE_PX, ref, section, write_slide
@@ -59,7 +60,7 @@ def _tile_box(row: int, col: int, rows: int = 1, cols: int = 1) -> tuple[int, in
         ({"stride_px": True}, "stride_px is True"),
         ({"edge": "crop"}, "edge is 'crop': give drop, pad or shift"),
         ({"edge": None}, "edge is None"),
-        ({"roi": "a.geojson"}, "roi is no path"),
+        ({"roi": 5}, "roi is no path"),
     ],
     ids=str,
 )
@@ -212,3 +213,34 @@ def test_the_inventory_remembers_a_slides_region(slide: SlideRef, tmp_path: Path
     with_roi = replace(slide, roi=tmp_path / "ä b.geojson")
     write_inventory(store, [with_roi])
     assert read_inventory(store) == {slide.key: with_roi}
+
+
+def test_results_of_other_inputs_are_replaced_with_a_word(
+    tmp_path: Path, demo_checkpoint: Checkpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_slide(tmp_path / "slides" / "a.svs", section())
+    store = tmp_path / "store"
+    run(store, demo_checkpoint, [ref(path, mpp=0.5)])
+    assert not caplog.records
+    run(store, demo_checkpoint, [ref(path, mpp=0.37)])
+    assert [r.getMessage() for r in caplog.records] == [
+        "a.svs: its results of another µm/px are replaced; give another --out to keep both"
+    ]
+
+
+def test_a_given_resolution_that_is_not_used_is_told(
+    tmp_path: Path, demo_checkpoint: Checkpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_slide(tmp_path / "slides" / "a.svs", section())
+    run(tmp_path / "store", demo_checkpoint, [ref(path)], mpp=0.25)
+    (line,) = [r.getMessage() for r in caplog.records]
+    assert line.startswith("a.svs: --mpp 0.25 is not used, since the slide states 0.")
+
+
+def test_one_region_is_not_laid_over_several_slides(tmp_path: Path) -> None:
+    slides = [ref(write_slide(tmp_path / "slides" / f"{name}.svs", section())) for name in "ab"]
+    roi = tmp_path / "roi.geojson"
+    roi.write_text("{}")
+    check_rois(slides[:1], roi)
+    with pytest.raises(ConfigError, match="^one --roi file for 2 slides: name a folder"):
+        check_rois(slides, roi)

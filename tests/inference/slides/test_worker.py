@@ -152,7 +152,7 @@ def test_what_no_reader_can_read_is_refused(tmp_path: Path, region: tuple[int, i
 def test_no_such_level_or_reduction_is_refused(tmp_path: Path) -> None:
     with open_by_process(write_faulty(tmp_path)) as slide:
         for level, reduction in ((1, 1), (-1, 1), (0, 3)):
-            with pytest.raises(ValueError, match=r"^S1: "):
+            with pytest.raises(ValueError, match="there is no level"):
                 slide.read_reduced(level, reduction, 0, 0, 5, 5)
 
 
