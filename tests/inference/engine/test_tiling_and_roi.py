@@ -242,5 +242,5 @@ def test_one_region_is_not_laid_over_several_slides(tmp_path: Path) -> None:
     roi = tmp_path / "roi.geojson"
     roi.write_text("{}")
     check_rois(slides[:1], roi)
-    with pytest.raises(ConfigError, match="^one --roi file for 2 slides: name a folder"):
+    with pytest.raises(ConfigError, match=r"^one --roi file for 2 slides: name a folder"):
         check_rois(slides, roi)
