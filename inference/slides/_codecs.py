@@ -18,6 +18,9 @@ JPEG, JPEG2000 = 7, 33005
 _NAMES = {JPEG2000: "jpeg2000", 8: "deflate", 1: "uncompressed"}  # where TIFF's own name says less
 _RGB = 2
 _START_OF_IMAGE = b"\xff\xd8"
+_FRAME = struct.Struct(">BHHB")  # of a start-of-frame segment: bits, height, width, components
+_NO_FRAMES = frozenset({0xC4, 0xC8, 0xCC})  # Huffman tables, an extension, arithmetic conditioning
+_BARE = frozenset({0x01, *range(0xD0, 0xD9)})
 
 
 class TileDecoder(Protocol):
@@ -55,13 +58,12 @@ class JpegDecoder:
         self._head = _START_OF_IMAGE + marker + tables[2:-2]
 
     def __call__(self, data: bytes, reduction: int) -> NDArray[np.uint8]:
-        if data[:2] != _START_OF_IMAGE:
-            raise ValueError("a tile is no JPEG")
+        _require_frame(data, self._size)
         if reduction > 1 and not self.reduces:
             return reduce_area(self(data, 1), reduction)
         width, height = (side // reduction for side in self._size)
         rgb = np.empty((height, width, 3), np.uint8)
-        # Into a buffer of the right size: a stream that declares more is refused before anything is allocated for it.
+        # Into a buffer of the right size: nothing else is allocated for what a stream declares.
         decoded = simplejpeg.decode_jpeg(
             self._head + memoryview(data)[2:],
             "RGB",
@@ -100,10 +102,14 @@ class WholeDecoder:
         self.name, self._size, self._decode, self._is_codestream = name, tile, decode, is_codestream
 
     def __call__(self, data: bytes, reduction: int) -> NDArray[np.uint8]:
-        if self._is_codestream and _size_of_codestream(data) != self._size:
-            raise ValueError("a tile is not of the size that its level declares")
+        if self._is_codestream:
+            _require_codestream(data, self._size)
+        shape = (self._size[1], self._size[0], 3)
         try:
-            tile = np.asarray(self._decode(data)).reshape(self._size[1], self._size[0], 3)
+            tile = np.asarray(self._decode(data))
+            if tile.ndim >= 3 and tile.shape[-3:] != shape:
+                raise ValueError("another shape")
+            tile = tile.reshape(shape)
         except Exception as error:  # a decoder on foreign bytes may raise anything
             raise ValueError("a tile does not decode") from error
         if tile.dtype != np.uint8:
@@ -135,9 +141,35 @@ def _by_page(decode: Callable[..., Sequence[NDArray[np.generic]]], data: bytes) 
     return decode(data, 0, _fullsize=True)[0]
 
 
-def _size_of_codestream(data: bytes) -> tuple[int, int] | None:
-    """Width and height in the header of a JPEG 2000 codestream; decoders allocate whatever it says."""
-    if data[:4] != b"\xff\x4f\xff\x51" or len(data) < 24:
-        return None
+def _require_frame(data: bytes, size: tuple[int, int]) -> None:
+    """Refuse a JPEG that is not of a size and of three 8-bit components: decoders scale and convert what they get.
+
+    Raises:
+        ValueError: so it is, or no frame is found.
+    """
+    if data[:2] != _START_OF_IMAGE:
+        raise ValueError("a tile is no JPEG")
+    at, end = 2, len(data) - 10
+    while at < end and data[at] == 0xFF:
+        marker = data[at + 1]
+        if 0xC0 <= marker <= 0xCF and marker not in _NO_FRAMES:
+            if _FRAME.unpack_from(data, at + 4) != (8, size[1], size[0], 3):
+                raise ValueError("a tile is not of the size and colours that its level declares")
+            return
+        # Fill bytes, and markers without a segment, are passed over.
+        at += 1 if marker == 0xFF else 2 if marker in _BARE else 2 + (data[at + 2] << 8 | data[at + 3])
+    raise ValueError("a tile is no whole JPEG")
+
+
+def _require_codestream(data: bytes, size: tuple[int, int]) -> None:
+    """Refuse a JPEG 2000 codestream that is not of a size and of three 8-bit components.
+
+    Raises:
+        ValueError: so it is; decoders allocate whatever it says.
+    """
+    if data[:4] != b"\xff\x4f\xff\x51" or len(data) < 49:
+        raise ValueError("a tile is no JPEG 2000 codestream")
     right, bottom, left, top = struct.unpack_from(">4I", data, 8)
-    return (right - left, bottom - top)
+    depths = data[42], data[45], data[48]
+    if (right - left, bottom - top) != size or data[40:42] != b"\0\3" or depths != (7, 7, 7):
+        raise ValueError("a tile is not of the size and colours that its level declares")

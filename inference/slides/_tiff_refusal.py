@@ -18,6 +18,8 @@ _RETILED = "rewrite it with `vips tiffsave SLIDE 'NEW.tif' --tile --pyramid --ti
 _TURNED_BACK = "rewrite it with `vips tiffload SLIDE x.v` and then `vips autorot x.v 'NEW.tif[tile,pyramid]'`"
 _CONVERTED = "convert it to 8-bit RGB, scaled to its range, with square tiles"
 
+_SAME_SHAPE = 0.02  # relative difference of a level's downsamples along x and y, besides rounding
+
 _TOP_LEFT, _LAST_ORIENTATION = 1, 8  # libtiff takes what lies beyond for the first
 _UNSIGNED, _VOID = 1, 4
 _ASSOCIATED, _UNASSOCIATED = 1, 2
@@ -50,10 +52,23 @@ def refused_pixels(claims: TiffClaims, vendor: str) -> str | None:
             return f"its pixels are stored turned or mirrored (TIFF orientation {level.orientation}): {_TURNED_BACK}"
         if sort := _unusual_pixels(level):
             return f"its pixels have {sort}, and only 8-bit RGB and grey are read: {_CONVERTED}"
-    if vendor == "generic-tiff" and levels and levels[0].samples == 1:
-        channels = [d for d in claims.directories if not d.reduced and d.size == levels[0].size and d.samples == 1]
-        if len(channels) > 1:
-            return f"its {len(channels)} channels are separate images, of which only one would be read: {_CONVERTED}"
+    return _refused_images(claims, levels) if vendor == "generic-tiff" and levels else None
+
+
+def _refused_images(claims: TiffClaims, levels: list[TiffDirectory]) -> str | None:
+    """What a plain TIFF holds besides the one picture that would be read of it."""
+    whole = levels[0]
+    same = [d for d in claims.directories if not d.reduced and d.size == whole.size and d.samples == whole.samples]
+    if len(same) > 1:
+        kind = "channels" if whole.samples == 1 else "planes (depths or times)"
+        return f"its {len(same)} {kind} are separate images, of which only one would be read: {_CONVERTED}"
+    if any(math.prod(d.size) > math.prod(whole.size) for d in claims.directories if d.tile):
+        return f"its first image is not its largest, so something else than the slide would be read: {_RETILED}"
+    for level in levels[1:]:
+        across, down = (a / b for a, b in zip(whole.size, level.size, strict=True))
+        if abs(across / down - 1) > _SAME_SHAPE + 2 / min(level.size):
+            width, height = level.size
+            return f"an image of {width} x {height} pixels calls itself a level of it but has another shape: {_RETILED}"
     return None
 
 

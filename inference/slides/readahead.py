@@ -57,9 +57,9 @@ class ReadAhead(Generic[T]):
             ReadStalled: no read has ended for too long.
         """
         self._last_read = time.monotonic()
-        for thread in self._threads:
-            thread.start()
         try:
+            for thread in self._threads:
+                thread.start()
             for chunk in range(self._chunks):
                 yield from self._take(chunk)
         finally:
@@ -118,5 +118,5 @@ class ReadAhead(Generic[T]):
             self._changed.notify_all()
         end = time.monotonic() + _JOIN_S
         stalled = time.monotonic() >= self._last_read + self._patience
-        for thread in self._threads:
+        for thread in filter(threading.Thread.is_alive, self._threads):
             thread.join(0 if stalled else max(0.0, end - time.monotonic()))

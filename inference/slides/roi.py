@@ -22,13 +22,19 @@ from PIL import Image
 from inference.errors import ConfigError, SourceUnavailable
 from inference.slides._files import kind_of, read_start, resolved, source_lost
 from inference.slides.discovery import SlideRef
-from inference.slides.polygons import Ring, fill_polygon
+from inference.slides.polygons import Ring, fill_polygon, filling_work
 
 MAX_BYTES = 256 << 20
 """Size of a ROI file at most; a million corners take some 30 MB as GeoJSON."""
 
 MAX_MASK_PIXELS = 1 << 26
 """Pixels of a mask image at most, as many as a tissue mask has; below what Pillow takes for a bomb."""
+
+MAX_WORK = 1 << 33
+"""Pixels that filling the polygons may touch; about a minute."""
+
+_WHITE_IS_ZERO = 0
+_PLAIN_PHOTOMETRIC = (_WHITE_IS_ZERO, 1, 2)  # the others are black is zero and RGB
 
 MAX_COORDINATE = 1e9
 """Level-0 pixels; the longest slide side that any reader accepts is far below."""
@@ -198,6 +204,11 @@ class _Polygons:
                 f"({slide_size[0]} x {slide_size[1]}): give that of this slide, in level-0 pixels"
             )
         plane = np.zeros(shape, np.bool_)
+        if sum(filling_work(plane.shape, [ring / scale for ring in p]) for p in self.polygons) > MAX_WORK:
+            raise ConfigError(
+                "the ROI's polygons are too many, too large or too jagged to be laid on the slide: merge or simplify "
+                "them, or give a mask image"
+            )
         for polygon in self.polygons:
             fill_polygon(plane, [ring / scale for ring in polygon])
         return plane
@@ -339,7 +350,10 @@ def _tiff_inside(data: bytes) -> NDArray[np.bool_]:
         _require_size(page.imagelength, page.imagewidth)
         if page.samplesperpixel > 4:
             raise ConfigError("the ROI mask has more channels than colours: save it as PNG")
-        return _inside(page.asarray(), alpha=page.samplesperpixel in (2, 4))
+        if page.photometric not in _PLAIN_PHOTOMETRIC:
+            raise ConfigError("the ROI mask is a TIFF with a palette or of unusual colours: save it as PNG")
+        inside = _inside(page.asarray(), alpha=page.samplesperpixel in (2, 4))
+        return ~inside if page.photometric == _WHITE_IS_ZERO else inside
 
 
 def _require_size(height: int, width: int) -> None:

@@ -46,7 +46,9 @@ def open_tiff(path: Path, name: str, other: OpenSlideReader | None) -> Compresse
                 tiff = tifffile.TiffFile(file, name="slide")
                 pages = _pyramid(tiff)
                 known = 0 if other is None else len(other.level_sizes)
-                if len(pages) <= known or not all(is_plain(page) for page in pages):
+                ome = tiff.ome_metadata or ""
+                tells = other is not None and other.mpp is None and _ome_mpp(ome) is not None
+                if (len(pages) <= known and not tells) or not all(is_plain(page) for page in pages):
                     return None
                 levels = [level_of(file.fileno(), p) for p in pages]
                 facts = _facts(tiff, levels, other)
@@ -63,6 +65,8 @@ def open_tiff(path: Path, name: str, other: OpenSlideReader | None) -> Compresse
             return None
         codecs = ", ".join(sorted({level.decoder.name for level in levels}))
         why = "OpenSlide does not open it" if other is None else f"OpenSlide sees {known} of its {len(levels)} levels"
+        if other is not None and len(levels) == known:
+            why = "OpenSlide does not see its resolution"
         return CompressedReader(
             path,
             name,

@@ -361,3 +361,21 @@ def test_a_cohort_file_gives_each_slide_its_roi_relative_to_itself(tmp_path: Pat
     (tmp_path / "c.csv").write_text("path,roi\na.svs,s3://bucket/a.geojson\n")
     with pytest.raises(ConfigError, match="row 2: a ROI is read from a local file"):
         discover([tmp_path / "c.csv"])
+
+
+@pytest.mark.parametrize("photometric", ["minisblack", "miniswhite"])
+def test_a_tiff_mask_is_inside_where_it_is_white_whichever_way_it_is_stored(tmp_path: Path, photometric: str) -> None:
+    shown = np.zeros((40, 60), np.uint8)
+    shown[5:15, 10:30] = 255
+    path = tmp_path / "m.tif"
+    tifffile.imwrite(path, shown if photometric == "minisblack" else 255 - shown, photometric=photometric)
+    plane = load_roi(path).plane((600, 400), (40, 60), (10.0, 10.0))
+    assert np.array_equal(plane, shown > 0)
+
+
+def test_polygons_that_would_take_hours_are_refused(tmp_path: Path) -> None:
+    square = [[0, 0], [60_000, 0], [60_000, 60_000], [0, 60_000], [0, 0]]
+    path = tmp_path / "r.geojson"
+    path.write_text(json.dumps({"type": "MultiPolygon", "coordinates": [[square]] * 400}))
+    with pytest.raises(ConfigError, match="too many, too large or too jagged"):
+        load_roi(path).plane((60_000, 60_000), (6000, 6000), (10.0, 10.0))
