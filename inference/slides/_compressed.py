@@ -1,6 +1,7 @@
 """A level known by the place and length of each compressed tile in its file."""
 
 import os
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -8,6 +9,7 @@ from numpy.typing import NDArray
 
 from inference.slides._codecs import TileDecoder
 
+_TILES_AHEAD, _ROWS_AHEAD = 8, 8  # read at once by a thread that reads tile after tile, of so many rows
 _MAX_EXPANSION = 4  # compressed bytes per raw byte: noise grows a little, nothing grows more
 
 
@@ -37,8 +39,9 @@ class CompressedLevel:
     ) -> None:
         self._descriptor = descriptor
         self.size, self.tile, self.columns, self.decoder = size, tile, columns, decoder
-        self._offsets = np.asarray(offsets, np.uint64)
-        self._counts = np.asarray(counts, np.uint64)
+        self._offsets = [int(offset) for offset in offsets]  # lists: one number is asked for at a time
+        self._counts = [int(count) for count in counts]
+        self._ahead = threading.local()
         self._most = _MAX_EXPANSION * 3 * tile[0] * tile[1]
 
     def is_missing(self, column: int, row: int) -> bool:
@@ -53,10 +56,31 @@ class CompressedLevel:
             OSError: the file cannot be read.
         """
         index = row * self.columns + column
-        count = int(self._counts[index])
+        count, offset = self._counts[index], self._offsets[index]
         if not 0 < count <= self._most:
             raise ValueError("a tile is missing or impossibly large")
-        return os.pread(self._descriptor, count, int(self._offsets[index]))
+        try:
+            runs: dict[int, tuple[int, int, bytes]] = self._ahead.runs
+        except AttributeError:
+            runs = self._ahead.runs = {}  # of this thread, by row
+        last, start, data = runs.get(row, (-2, 0, b""))
+        if not (start <= offset and offset + count <= start + len(data)):
+            start = offset
+            length = self._run(index) if last == column - 1 else count
+            data = os.pread(self._descriptor, length, offset)
+            if len(runs) >= _ROWS_AHEAD:
+                runs.clear()
+        runs[row] = (column, start, data)
+        return data[offset - start : offset - start + count]
+
+    def _run(self, index: int) -> int:
+        """Bytes of a tile and of those that lie right behind it, where they are the next of the level."""
+        end = self._offsets[index] + self._counts[index]
+        for following in range(index + 1, min(index + _TILES_AHEAD, len(self._counts))):
+            if self._offsets[following] != end or self._counts[following] > self._most:
+                break
+            end += self._counts[following]
+        return end - self._offsets[index]
 
     def decode(self, column: int, row: int, reduction: int) -> NDArray[np.uint8]:
         """A whole tile as RGB, reduced; what lies beyond the level is the encoder's filling.
@@ -82,7 +106,7 @@ class CompressedLevel:
 
     def heaviest(self) -> tuple[int, int]:
         """Column and row of the tile of most bytes: the one with most to see."""
-        row, column = divmod(int(self._counts.argmax()), self.columns)
+        row, column = divmod(self._counts.index(max(self._counts)), self.columns)
         return column, row
 
     def reduces(self, reduction: int) -> bool:

@@ -1,5 +1,6 @@
 """Many rectangles of one level, each block of it read once: what makes reading cost what decoding costs."""
 
+import functools
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -76,7 +77,7 @@ class BlockPass:
                     pixels = self._block(row * self._columns + column)
                     if pixels is None:  # damage somewhere in it, perhaps not here
                         return self._reader.read_reduced(self._level, self._reduction, x, y, width, height)
-                    rgb[to_y, to_x] = pixels.rgb[from_y, from_x]
+                    _copy(rgb, (to_y, to_x), pixels.rgb, (from_y, from_x))
                     if pixels.missing is not None:
                         missing = np.zeros((height, width), np.float32) if missing is None else missing
                         missing[to_y, to_x] = pixels.missing[from_y, from_x]
@@ -121,7 +122,7 @@ class BlockPass:
         (side_w, side_h), (whole_w, whole_h) = self._side, self._size
         x, y = column * side_w, row * side_h
         self.blocks_read += 1
-        return self._reader.read_reduced(
+        return self._reader.read_block(
             self._level, self._reduction, x, y, min(side_w, whole_w - x), min(side_h, whole_h - y)
         )
 
@@ -143,6 +144,30 @@ class BlockPass:
             np.add.at(uses, ((first, last)[rows][0], (first, last)[columns][1]), sign)
         counts: list[int] = uses.cumsum(0).cumsum(1)[:-1, :-1].ravel().tolist()
         return counts
+
+
+@functools.lru_cache(maxsize=4096)
+def _row_type(width: int) -> np.dtype[np.void]:
+    """A run of RGB pixels as one item."""
+    return np.dtype((np.void, 3 * width))
+
+
+def _copy(
+    target: NDArray[np.uint8], to: tuple[slice, slice], source: NDArray[np.uint8], at: tuple[slice, slice]
+) -> None:
+    """`target[to] = source[at]` of RGB pixels, row by row as single items.
+
+    NumPy lets other threads run during a copy of more than 500 items and then waits for its turn again, which costs
+    more than the copy.
+    """
+    if not source.flags.c_contiguous:
+        target[to] = source[at]
+        return
+    (rows, columns), (from_rows, from_columns) = to, at
+    height, kind = (rows.stop - rows.start,), _row_type(columns.stop - columns.start)
+    wide, narrow = target.strides[0], source.strides[0]
+    into = np.ndarray(height, kind, target.data, rows.start * wide + 3 * columns.start, (wide,))
+    into[...] = np.ndarray(height, kind, source.data, from_rows.start * narrow + 3 * from_columns.start, (narrow,))
 
 
 def _parts(start: int, length: int, side: int) -> list[tuple[int, slice, slice]]:

@@ -7,6 +7,7 @@ to 52 grey levels off on the test slides). Compressed tiles have neither trouble
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -36,11 +37,19 @@ class SlideFacts:
     quickhash: str | None = None
 
 
+_LOOK_EVERY_S = 0.02
+"""Seconds between looks, in a pass over many blocks, at whether the files are still those that are held open.
+
+A look lets other threads run and then waits for them, which costs more than itself. What is read meanwhile is the old
+file, or part of one that is being rewritten: then the run that reads it ends with `SlideChanged` too.
+"""
+
+
 class CompressedReader(RegionReader):
     """A slide whose levels, or some of them, are read by compressed tiles; the others by another reader.
 
-    The files of its levels are held open, so that they stay the same inodes; before every read the files of those
-    names must still be they.
+    The files of its levels are held open, so that they stay the same inodes; before every read, and now and then in a
+    pass over many blocks, the files of those names must still be they.
 
     Args:
         kind, reason: see `SlideReader`.
@@ -76,10 +85,12 @@ class CompressedReader(RegionReader):
         self._states: list[FileState] = [require_regular_file(file, name) for file in self._files]
         self._lock = threading.Lock()
         self._reading, self._closed = 0, False
+        self._look_again = 0.0  # a time; whichever thread passes it looks
 
     def read_region(self, level: int, x: int, y: int, width: int, height: int) -> NDArray[np.uint8]:
         """See `SlideReader.read_region`."""
         require_region(self, self._name, level, x, y, width, height)
+        self._look_again = 0.0
         with self._open():
             if (source := self._levels.get(level)) is None:
                 return self._by_other(level, x, y, width, height)
@@ -90,14 +101,19 @@ class CompressedReader(RegionReader):
             return rgba
 
     def read_reduced(self, level: int, reduction: int, x: int, y: int, width: int, height: int) -> Pixels:
-        """See `SlideReader.read_reduced`; JPEG and JPEG 2000 tiles are reduced by their decoder."""
+        """See `SlideReader.read_reduced`; JPEG tiles are reduced by their decoder."""
+        self._look_again = 0.0
+        return self.read_block(level, reduction, x, y, width, height)
+
+    def read_block(self, level: int, reduction: int, x: int, y: int, width: int, height: int) -> Pixels:
+        """See `SlideReader.read_block` and `_LOOK_EVERY_S`."""
         require_reduced(self.level_sizes, level, reduction, (x, y, width, height))
         source = self._levels.get(level)
         if source is None and self._other is not None:
             with self._open():
                 return self._other.read_reduced(level, reduction, x, y, width, height)
         if source is None or not source.reduces(reduction):
-            return super().read_reduced(level, reduction, x, y, width, height)
+            return RegionReader.read_reduced(self, level, reduction, x, y, width, height)
         with self._open():
             tile_w, tile_h = source.tile[0] // reduction, source.tile[1] // reduction
             if not (x % tile_w or y % tile_h) and width <= tile_w and height <= tile_h:
@@ -155,11 +171,16 @@ class CompressedReader(RegionReader):
             if self._closed:
                 raise ValueError(f"{self._name}: the slide is closed")
             self._reading += 1
+        clock = time.monotonic()
+        if clock < self._look_again:
+            return
         try:
             unchanged = [file_state(os.stat(name)) for name in self._names] == self._states  # noqa: PTH116 - every tile
         except OSError:
             unchanged = False
-        if not unchanged:
+        if unchanged:
+            self._look_again = clock + _LOOK_EVERY_S
+        else:
             self._end()
             self._refuse_changed()
 

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 from inference.errors import ReadStalled
 
-CHUNK = 16
+CHUNK = 32
 """Things a thread takes at a time: neighbours, which share what is decoded for them."""
 
 STALLED_AFTER_S = 120.0

@@ -83,6 +83,10 @@ class SlideReader(Protocol):
         """
         ...
 
+    def read_block(self, level: int, reduction: int, x: int, y: int, width: int, height: int) -> Pixels:
+        """As `read_reduced`, for the many blocks of a pass: whether the files changed may be looked at less often."""
+        ...
+
     def block_size(self, level: int, reduction: int) -> tuple[int, int]:
         """Width and height, in reduced pixels, of the blocks from (0, 0) that are best read whole and once."""
         ...
@@ -132,6 +136,10 @@ class RegionReader:
                 missing = np.zeros((height, width), np.float32) if missing is None else missing
                 missing[top : top + rows] = part.missing
         return Pixels(rgb, missing)
+
+    def read_block(self, level: int, reduction: int, x: int, y: int, width: int, height: int) -> Pixels:
+        """See `SlideReader.read_block`."""
+        return self.read_reduced(level, reduction, x, y, width, height)
 
     def block_size(self, level: int, reduction: int) -> tuple[int, int]:
         """See `SlideReader.block_size`: supertiles of many stored tiles, since every read has a cost of its own."""

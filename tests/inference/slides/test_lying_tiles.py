@@ -2,6 +2,7 @@
 
 import struct
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import imagecodecs
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from inference.errors import TileReadError, UnreadableSlide
 from inference.slides._codecs import JpegDecoder, WholeDecoder
+from inference.slides._compressed import CompressedLevel
 from inference.slides.opening import open_slide
 from inference.slides.readahead import ReadAhead
 from tests.inference.slides.known_slides import smooth
@@ -36,7 +38,7 @@ def test_a_jpeg_of_another_size_is_refused_at_every_reduction(side: int, reducti
 
 
 def test_a_grey_jpeg_among_coloured_ones_is_refused() -> None:
-    grey = imagecodecs.jpeg8_encode(smooth(0, (TILE, TILE))[..., 0].copy(), level=90)
+    grey = bytes(imagecodecs.jpeg8_encode(smooth(0, (TILE, TILE))[..., 0].copy(), level=90))
     with pytest.raises(ValueError, match="size and colours"):
         JpegDecoder((TILE, TILE), is_rgb=False)(grey, 1)
 
@@ -142,3 +144,37 @@ def test_threads_that_cannot_start_end_those_that_did(monkeypatch: pytest.Monkey
     assert len(started) == 1
     started[0].join(10)
     assert not started[0].is_alive()
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_tiles_read_ahead_in_any_order_and_from_threads_are_the_files_own_bytes(tmp_path: Path, shuffled: bool) -> None:
+    """Bytes right behind a tile are read with it, where they are those of the next."""
+    data = noise((500, 400)).tobytes()
+    rng = np.random.default_rng(3)
+    lengths = rng.integers(1, 3000, 60)
+    lengths[[7, 23]] = 0
+    starts = np.concatenate([[0], lengths.cumsum()[:-1]])
+    if shuffled:
+        order = rng.permutation(60)
+        starts, lengths = starts[order], lengths[order]
+    path = tmp_path / "tiles"
+    path.write_bytes(data)
+    places = [(int(i) % 10, int(i) // 10) for i in rng.integers(0, 60, 400)] + [
+        (c, r) for r in range(6) for c in range(10)
+    ]
+    with path.open("rb") as file:
+        level = CompressedLevel(
+            file.fileno(), (320, 192), (32, 32), 10, WholeDecoder("x", (32, 32), lambda _: noise((32, 32))),
+            starts.tolist(), lengths.tolist(),
+        )  # fmt: skip
+
+        def check(place: tuple[int, int]) -> None:
+            start, length = int(starts[place[1] * 10 + place[0]]), int(lengths[place[1] * 10 + place[0]])
+            if not length:
+                with pytest.raises(ValueError, match="missing"):
+                    level.compressed(*place)
+                return
+            assert level.compressed(*place) == data[start : start + length]
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(check, places * 3))
