@@ -1,5 +1,6 @@
 """What every slide reader offers, and what those that only know regions inherit."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -100,23 +101,23 @@ class SlideReader(Protocol):
     def __exit__(self, *exc: object) -> None: ...
 
 
-class RegionReader:
+class RegionReader(ABC):
     """What a reader that only knows `read_region` and `stored_tile` needs to be a `SlideReader`."""
 
     level_sizes: tuple[tuple[int, int], ...]
     background: tuple[int, int, int]
 
+    @abstractmethod
     def read_region(self, level: int, x: int, y: int, width: int, height: int) -> NDArray[np.uint8]:
         """See `SlideReader.read_region`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def stored_tile(self, level: int) -> tuple[int, int]:
         """See `SlideReader.stored_tile`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def close(self) -> None:
         """Let go of what the reader holds; idempotent."""
-        raise NotImplementedError
 
     def read_reduced(self, level: int, reduction: int, x: int, y: int, width: int, height: int) -> Pixels:
         """See `SlideReader.read_reduced`. Read in bands, so that a far too fine level costs time and not memory."""

@@ -407,7 +407,7 @@ def test_the_report_shows_every_slide_of_the_store_and_not_only_those_of_the_las
     other = cli("run", cli.slides / "a.svs", "--model", cli.model, "--out", cli.out, "--min-tissue", "0.5")
     assert other.code == 0, other.err
     page = (cli.out / "report.html").read_text().split("</style>")[1]
-    assert "not run yet with these settings" in page
+    assert "not run yet with the settings below" in page
     assert "status-failed" not in page
 
 

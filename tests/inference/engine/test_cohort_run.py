@@ -92,7 +92,7 @@ def test_the_report_shows_every_slide_whatever_became_of_it(
     reasons = {row.name: row.reason or "" for row in rows}
     assert "--mpp X" in reasons["bad.svs"]
     assert "no tissue was found" in reasons["glass.svs"]
-    assert reasons["never.svs"] == "not run yet with these settings"
+    assert reasons["never.svs"] == "not run yet with the settings below"
     assert re.match(r"damaged_result: \S+manifest\.json cannot be read: .*; delete its folder", reasons["rotten.svs"])
     (group,) = rows[1].failures
     assert (group.code, group.n_tiles) == ("read: read_error", 4)
