@@ -117,13 +117,14 @@ def _examine(
         why = f"as its {power:g}x objective suggests" if power else "a guess"
         found.say("resolution", f"unknown; {guess:.3g} µm/px, {why}, for what follows")
     overview = read_overview(reader, resolution.mpp)
-    _look(found, overview)
+    tissue = _look(found, overview)
     if unknown:
         raise unknown
-    _tile(found, ref, reader, resolution, (settings, tile, sample), overview)
+    _tile(found, ref, reader, resolution, (settings, tile, sample), (overview, tissue))
 
 
-def _look(found: Findings, overview: Overview) -> None:
+def _look(found: Findings, overview: Overview) -> NDArray[np.bool_]:
+    """Say what is seen on the slide; returns where tissue is."""
     seen = appearance(overview)
     quality = slide_quality(overview, seen, seen.tissue)
     glass = max(0.0, 1 - quality.tissue - quality.pen - quality.missing)
@@ -133,6 +134,7 @@ def _look(found: Findings, overview: Overview) -> None:
     found.warnings += quality.warnings()
     if quality.missing >= _MUCH_MISSING:
         found.warnings.append(f"{percent(quality.missing)} of the slide has no pixels, which counts as background")
+    return seen.tissue
 
 
 def _tile(
@@ -141,7 +143,7 @@ def _tile(
     reader: SlideReader,
     resolution: SlideResolution,
     wanted: tuple[Settings, TileSpec, int | None],
-    overview: Overview,
+    looked: tuple[Overview, NDArray[np.bool_]],
 ) -> None:
     settings, tile, sample = wanted
     plan = plan_reading(
@@ -154,7 +156,7 @@ def _tile(
     )
     stride = settings.stride_px or tile.stride
     grid = replace(make_grid(reader.level_sizes[0], resolution.mpp, plan, tile.size, stride), edge=settings.edge)
-    shares = coverage(overview, appearance(overview).tissue, grid)
+    shares = coverage(*looked, grid)
     rows, cols = (index[shares.planned(settings.min_tissue)] for index in grid.cells())
     found.say("reading", _plan(plan))
     found.say(
