@@ -28,7 +28,6 @@ from inference.slides.quality import FocusTally, focus
 from inference.slides.readahead import ReadAhead
 from inference.slides.sampling import TileSampler
 from inference.store.manifest import Counts
-from inference.store.tables import read_table
 
 MAX_MISSING = 0.5
 """Share of a tile that may have no pixels in the slide before the tile fails."""
@@ -40,8 +39,7 @@ def predict_tiles(job: SlideJob, model: EngineModel, at: Addresses, work: Path) 
     Raises:
         TooManyTileFailures: beyond the failure budget, or no tile went well.
     """
-    tiles = job.require(at.tiles, "predict")
-    row, col, x, y = read_tiles(tiles)
+    row, col, x, y, tissue = read_tiles(job.require(at.tiles, "predict"))
     grid = job.grid(model.spec)
     buffer_bytes = job.settings.read_buffer_mb << 20
     sampler = TileSampler(job.reader, job.plan(model.spec), grid, row, col, buffer_bytes, _colours(job))
@@ -49,7 +47,7 @@ def predict_tiles(job: SlideJob, model: EngineModel, at: Addresses, work: Path) 
     forward_before = model.scheduler.statistics().forward_s if len(row) else 0.0
     clock = time.monotonic()
     about: dict[str, JsonValue] = {"slide_key": job.ref.key, "recipe_digest": at.predict.digest}
-    tissue, sharpness = read_table(tiles / "tiles.parquet")[0].column("tissue_fraction").to_numpy(), FocusTally()
+    sharpness = FocusTally()
     with ResultTables(work, model.spec, about) as tables, closing(feed.results()) as results:
         for i, (result, tile_focus) in enumerate(results):
             tables.add((int(row[i]), int(col[i]), int(x[i]), int(y[i])), result, tile_focus)

@@ -74,12 +74,12 @@ def summarise_predictions(job: SlideJob, spec: ModelSpec, at: Addresses, work: P
 def draw_heatmap(job: SlideJob, spec: ModelSpec, at: Addresses, heatmap: HeatmapSpec, work: Path) -> Draft:
     """Stage `heatmap`: the value raster for viewers and for analysis, and a picture over the thumbnail."""
     predict, tiles = _predicted(job, at, "heatmap")
-    row, col, _, _ = read_tiles(job.require(at.tiles, "heatmap"))
+    planned = read_tiles(job.require(at.tiles, "heatmap"))
     index = spec.prediction_names.index(heatmap.output)
     parts = list(_batches(predict / "predictions.parquet", "prediction", len(spec.prediction_names)))
     values = np.concatenate([rows[:, index] for rows, _ in parts]) if parts else np.zeros(0, np.float32)
     ok = np.concatenate([good for _, good in parts]) if parts else np.zeros(0, np.bool_)
-    raster = rasterise(job.grid(spec), row, col, values, ok)
+    raster = rasterise(job.grid(spec), planned.row, planned.col, values, ok)
     address = at.heatmap(heatmap)
     about: dict[str, object] = {
         "slide_key": job.ref.key,

@@ -5,6 +5,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -146,11 +147,20 @@ def read_scale(info: Path) -> tuple[float, float]:
         raise DamagedResult(f"{info / 'slide.json'} cannot be read: delete its folder to compute it again") from error
 
 
-def read_tiles(folder: Path) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
-    """Row, column, x and y of the planned tiles, in order."""
+class PlannedTiles(NamedTuple):
+    """Columns of the planned tiles, in order."""
+
+    row: NDArray[np.int32]
+    col: NDArray[np.int32]
+    x: NDArray[np.int64]
+    y: NDArray[np.int64]
+    tissue_fraction: NDArray[np.float32]
+
+
+def read_tiles(folder: Path) -> PlannedTiles:
+    """The planned tiles of a finished stage `tiles`."""
     table, _ = read_table(folder / "tiles.parquet")
-    row, col, x, y = (table.column(name).to_numpy() for name in ("row", "col", "x", "y"))
-    return row, col, x, y
+    return PlannedTiles(*(table.column(name).to_numpy() for name in PlannedTiles._fields))
 
 
 def _write_tiles(
